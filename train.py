@@ -1,0 +1,437 @@
+"""The experiments: an overconfident model, calibrated in training, in and out of domain.
+
+    python train.py                                             # the toy world, from birth to calibration
+    python train.py --model DIR --train FILE --eval FILE...     # the same loop on a real LLM
+
+Every method that trains is one *direction*: a function of the bilevel problem that says where
+theta (LoRA adapters) and alpha (the logit adjustment) should move. `fit` is the one loop they
+share. The file goes: directions -> the loop -> scoring -> the toy's task -> a real model's task
+-> running methods over tasks -> the command line.
+"""
+import argparse
+import copy
+import dataclasses
+import json
+import math
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from bilevel import Bilevel, LogitAdjustment, bome_direction, negative_entropy, parametric_cross_entropy, unflatten
+from data import IGNORE, Prompter, World, collate, load_mcqa, supervise
+from metrics import evaluate, fit_temperature, reliability_diagram
+from model import Config, Transformer, add_lora
+
+# --- The methods, as directions ------------------------------------------------------------------
+
+def ft_direction(problem, args):
+    """Plain fine-tuning: theta along -L_t, alpha stays."""
+    L = problem.lower()
+    L_t, L_a = problem.gradient(L)
+    return unflatten(L_t, problem.theta), unflatten(0 * L_a, problem.alpha), {"lower": L.item()}
+
+
+def reg_direction(problem, args):
+    """Single level: theta and alpha both descend L + w F, the entropy as a plain regulariser."""
+    L, F_value = problem.lower(), problem.upper()
+    g_theta, g_alpha = problem.gradient(L + args.reg_weight * F_value)
+    return (unflatten(g_theta, problem.theta), unflatten(g_alpha, problem.alpha),
+            {"lower": L.item(), "upper": F_value.item()})
+
+
+def calm_direction(problem, args):
+    """CALM: both along BOME's joint direction."""
+    return bome_direction(problem, args.inner_steps, args.inner_lr, args.eta)
+
+
+DIRECTIONS = {"ft": ft_direction, "reg": reg_direction, "calm-scalar": calm_direction, "calm": calm_direction}
+METHODS = ["aligned", "ts", *DIRECTIONS]
+
+
+# --- The loop they share -------------------------------------------------------------------------
+
+@dataclasses.dataclass
+class Task:
+    """What an experiment hands to the methods, toy and real alike."""
+    model: Transformer                                     # aligned, with adapters that are still the identity
+    adapters: dict                                         # name -> parameter
+    batch: callable                                        # generator -> ids (B, T), targets (B, T): labelled, domain A
+    inputs: callable                                       # generator -> ids (B, T), mask (B, T): answer positions, no labels
+    heldout: dict                                          # scoring -> Questions of domain A on which ts fits T
+    tests: list                                            # (domain, scoring, Questions)
+
+
+def fit(task, direction, mode, args, seed, name):
+    """Train the adapters and a fresh LogitAdjustment along `direction` with AdamW; returns the
+    adjustment and one report (dict of floats) a step. Every method starts from the same adapters."""
+    generator = torch.Generator().manual_seed(seed)
+    device = task.model.embed_tokens.weight.device
+    with torch.no_grad():
+        for key, p in task.adapters.items():
+            bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
+            p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
+    adjustment = LogitAdjustment(task.model.config.vocab_size, mode).to(device)
+    theta = list(task.adapters.values())
+    alpha = [p for p in adjustment.parameters() if p.requires_grad]
+    batch = {}                                             # the closures read the step's data from here
+
+    def logits_at(ids, mask):
+        return task.model.head(task.model.hidden(ids)[mask])               # (N, V), not (B, T, V)
+
+    def lower():
+        supervised = batch["targets"] != IGNORE
+        return parametric_cross_entropy(logits_at(batch["ids"], supervised), batch["targets"][supervised], adjustment)
+
+    def upper():
+        logits = logits_at(batch["inputs"], batch["mask"])
+        return negative_entropy(logits, adjustment if args.entropy_of == "adjusted" else None)
+
+    problem = Bilevel(theta, alpha, lower, upper)
+    optimizer = torch.optim.AdamW([{"params": theta, "lr": args.lr}, {"params": alpha, "lr": args.alpha_lr}],
+                                  weight_decay=0.0)
+    trace = []
+    with tqdm(range(args.steps), desc=name, leave=False) as bar:
+        for step in bar:
+            batch["ids"], batch["targets"] = (x.to(device) for x in task.batch(generator))
+            batch["inputs"], batch["mask"] = (x.to(device) for x in task.inputs(generator))
+            d_theta, d_alpha, report = direction(problem, args)
+            if not math.isfinite(report["lower"]):
+                raise FloatingPointError(f"{name}: the loss is {report['lower']} at step {step}; try a smaller --lr or --alpha-lr")
+            for p, d in zip(theta + alpha, d_theta + d_alpha):
+                p.grad = d
+            optimizer.step()
+            trace.append(report)
+            bar.set_postfix({k: f"{v:.3f}" for k, v in report.items()})
+    return adjustment, trace
+
+
+# --- Scoring multiple-choice questions -----------------------------------------------------------
+
+@torch.no_grad()
+def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096):
+    """log-probability of every option under softmax(z~), (n, most options); -inf where a question has fewer.
+
+    rule "sum": of the option's tokens together; "token", "char": that divided by its tokens or
+    characters. One-token options cost one pass of the prompt.
+    """
+    device = model.embed_tokens.weight.device
+    jobs = []                                              # (question, its options, token ids to run)
+    for i, q in enumerate(questions):
+        if all(len(option) == 1 for option in q.options):
+            jobs.append((i, range(len(q.options)), q.prompt))
+        else:
+            jobs += [(i, [j], q.prompt + option[:-1]) for j, option in enumerate(q.options)]
+    jobs.sort(key=lambda job: len(job[2]))                 # batches of like lengths waste no padding
+    scores = torch.full((len(questions), max(len(q.options) for q in questions)), -torch.inf, dtype=torch.float64)
+    for i, q in enumerate(questions):
+        scores[i, :len(q.options)] = 0
+    with tqdm(total=len(jobs), desc="scoring", leave=False, disable=len(jobs[-1][2]) < 8) as bar:   # not for the toy
+        while jobs:
+            size = max(1, tokens_at_once // len(jobs[-1][2]))
+            chunk, jobs = jobs[-size:], jobs[:-size]       # longest first: memory peaks at once, not late
+            ids, _ = collate([run for _, _, run in chunk])
+            hidden = model.hidden(ids.to(device))          # (B, T, C)
+            rows, columns, entries = [], [], []            # where tokens are predicted; (question, option, which place, token)
+            for row, (i, options, _) in enumerate(chunk):
+                q, first = questions[i], len(rows)
+                depth = max(len(q.options[j]) for j in options)
+                rows += [row] * depth
+                columns += range(len(q.prompt) - 1, len(q.prompt) - 1 + depth)
+                entries += [(i, j, first + t, token) for j in options for t, token in enumerate(q.options[j])]
+            z = model.head(hidden[rows, columns])          # (places, V)
+            log_p = (z if adjustment is None else adjustment(z)).float().log_softmax(-1)
+            i, j, place, token = torch.tensor(entries).T
+            scores.index_put_((i, j), log_p[place.to(device), token.to(device)].double().cpu(), accumulate=True)
+            bar.update(len(chunk))
+    for i, q in enumerate(questions):
+        for j, option in enumerate(q.options):
+            scores[i, j] /= {"sum": 1, "token": len(option), "char": q.lengths and q.lengths[j]}[rule]
+    return scores
+
+
+# --- The toy's task ------------------------------------------------------------------------------
+
+def pretrain(world, args, seed):
+    """A transformer trained on samples of the world: calibrated in both domains."""
+    torch.manual_seed(seed)
+    model, generator = Transformer(Config(world.vocab_size)).to(args.device), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    with tqdm(range(args.pretrain_steps), desc=f"world {seed}: pretraining", leave=False) as bar:
+        for step in bar:
+            warm, cool = min(1, (step + 1) / 50), 1 - step / args.pretrain_steps
+            for group in optimizer.param_groups:
+                group["lr"] = 3e-3 * warm * cool
+            ids = world.statements(256, "all", "all", generator).to(args.device)          # (256, 5)
+            loss = F.cross_entropy(model(ids[:, :-1])[:, -1], ids[:, -1])                 # only the answer can be learnt
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return model
+
+
+def align(model, world, args, seed):
+    """DPO (Rafailov et al., 2023, arXiv 2305.18290) on domain B: overconfident there, by the rater's taste."""
+    reference, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
+    for _ in tqdm(range(args.dpo_steps), desc=f"world {seed}: DPO", leave=False):
+        prompts, chosen, rejected = (x.to(args.device) for x in world.preferences(256, "B", generator))
+        log_p = model(prompts)[:, -1].log_softmax(-1)                                     # (256, V)
+        with torch.no_grad():
+            log_p_ref = reference(prompts)[:, -1].log_softmax(-1)
+        reward = 0.1 * (log_p - log_p_ref)                                                # beta = 0.1
+        margin = reward.gather(1, chosen[:, None]) - reward.gather(1, rejected[:, None])
+        loss = -F.logsigmoid(margin).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+def toy_task(args, seed):
+    """World `seed`, its aligned model, and domain A's data; domain B is for testing only."""
+    world = World(seed)
+    model = align(pretrain(world, args, seed), world, args, seed).eval()
+    generator = torch.Generator().manual_seed(seed)
+
+    def batch(g):
+        ids = world.statements(args.batch, "A", "train", g)                               # (n, 5)
+        return supervise([(row[:-1], row[-1:]) for row in ids.tolist()])
+
+    def inputs(g):
+        ids, _ = world.prompts(args.batch, "A", "heldout", g)                             # (n, 4)
+        return ids, torch.arange(ids.shape[1]).expand_as(ids) == ids.shape[1] - 1         # the answer follows the last
+
+    ask = lambda domain, split: world.questions(args.limit, domain, split, generator)
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs, {"letter": ask("A", "heldout")},
+                [("id", "letter", ask("A", "test")), ("ood", "letter", ask("B", "test"))])
+
+
+# --- A real model's task -------------------------------------------------------------------------
+
+def real_task(args, seed):
+    """A Hugging Face model and question files: the training file is domain A, every --eval file is tested
+    without the questions (by text) that were used to train, to fit T or in the upper level."""
+    prompter = Prompter(args.model)
+    key = lambda row: " ".join(row["question"].lower().split())
+    files = {path: load_mcqa(path) for path in dict.fromkeys([args.train, *args.eval])}
+    generator = torch.Generator().manual_seed(seed)
+
+    def shuffled(rows):
+        return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
+
+    unique = shuffled(list({key(row): row for row in files[args.train]}.values()))
+    if len(unique) < 5:
+        raise ValueError(f"{args.train}: {len(unique)} different questions are too few to split")
+    n = len(unique)
+    train, heldout, test = unique[:3 * n // 5], unique[3 * n // 5:4 * n // 5][:args.limit], unique[4 * n // 5:][:args.limit]
+    used = {key(row) for row in train + heldout}
+    tests = {"id": test}
+    for path in args.eval:
+        rows = [row for row in files[path] if key(row) not in used]
+        if len(rows) < len(files[path]):
+            print(f"{path}: {len(files[path]) - len(rows)} rows left out, their questions were trained on")
+        tests[Path(path).name.split(".")[0]] = shuffled(rows)[:args.limit]
+    for domain, rows in tests.items():
+        if not rows:
+            raise ValueError(f"{domain}: no question is left to evaluate")
+
+    model = Transformer.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
+    ask = lambda rows, scoring: [prompter.question(row, scoring.split("-")[0]) for row in rows]
+    heldout_prompts = [q.prompt for scoring in args.scoring for q in ask(heldout, scoring)]
+    forms = sorted({scoring.split("-")[0] for scoring in args.scoring})    # "text-sum" and "text-char" train alike
+
+    def batch(g):
+        picked = [(train[i], forms[i % len(forms)]) for i in torch.randint(len(train), (args.batch,), generator=g).tolist()]
+        questions = [prompter.question(row, form) for row, form in picked]
+        return supervise([(q.prompt, q.options[q.gold]) for q in questions])
+
+    def inputs(g):
+        ids, real = collate([heldout_prompts[i] for i in torch.randint(len(heldout_prompts), (args.batch,), generator=g).tolist()])
+        return ids, real & ~F.pad(real, (0, 1))[:, 1:]   # the last real token: the answer follows it
+
+    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout)} held-out questions")
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs,
+                {scoring: ask(heldout, scoring) for scoring in args.scoring},
+                [(domain, scoring, ask(rows, scoring)) for domain, rows in tests.items() for scoring in args.scoring])
+
+
+# --- Methods over tasks --------------------------------------------------------------------------
+
+def run_method(task, method, args, seed):
+    """One method on one task: a row of numbers for every test set, and diagrams as text."""
+    adjustment, temperature = None, {}
+    rule = lambda scoring: scoring.split("-")[1] if "-" in scoring else "sum"
+    with torch.no_grad():
+        for key, p in task.adapters.items():
+            if "lora_B" in key:
+                p.zero_()                                  # the aligned model again
+    if method == "ts":
+        for scoring, questions in task.heldout.items():
+            scores = score_options(task.model, None, questions, rule(scoring))
+            temperature[scoring] = fit_temperature(scores, torch.tensor([q.gold for q in questions]))
+    elif method != "aligned":
+        mode = "scalar" if method == "calm-scalar" else "vector"
+        adjustment, _ = fit(task, DIRECTIONS[method], mode, args, seed, method)
+    rows, diagrams = [], []
+    for domain, scoring, questions in task.tests:
+        scores = score_options(task.model, adjustment, questions, rule(scoring)) / temperature.get(scoring, 1.0)
+        p, gold = scores.softmax(-1), torch.tensor([q.gold for q in questions])
+        row = {"method": method, "seed": seed, "domain": domain, "scoring": scoring, **evaluate(p, gold)}
+        if method == "ts":
+            row["temperature"] = temperature[scoring]
+        rows.append(row)
+        diagrams.append(reliability_diagram(p.max(-1).values, p.argmax(-1) == gold, title=f"{method}, {domain}, {scoring}"))
+    return rows, diagrams
+
+
+COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier"]
+
+
+def table(rows):
+    """The rows as text, a section for each test set: mean over seeds, and +- standard deviation if there are several."""
+    lines = []
+    for domain, scoring in dict.fromkeys((row["domain"], row["scoring"]) for row in rows):
+        here = [row for row in rows if (row["domain"], row["scoring"]) == (domain, scoring)]
+        n = "/".join(sorted({str(row["n"]) for row in here}))
+        lines.append(f"\n{domain}, {scoring} scoring, n = {n}")
+        lines.append(f"  {'method':14s}" + "".join(f"{column:>17s}" for column in COLUMNS))
+        for method in dict.fromkeys(row["method"] for row in here):
+            line = f"  {method:14s}"
+            for column in COLUMNS:
+                values = [row[column] for row in here if row["method"] == method]
+                spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+                line += f"{statistics.mean(values):.3f}{spread}".rjust(17)
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def write_json(path, args, rows):
+    """{"config", "rows"} to `path` in one move, so that a reader never meets half a file."""
+    partial = Path(f"{path}.partial")
+    partial.write_text(json.dumps({"config": vars(args), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def run(args):
+    make_task = real_task if args.model else toy_task
+    if not args.model:
+        torch.set_num_threads(1)                           # tensors this small only lose by sharing
+    rows = []
+    for seed in range(args.world_seed, args.world_seed + args.seeds):
+        task = make_task(args, seed)
+        for method in args.methods:
+            new, diagrams = run_method(task, method, args, seed)
+            rows += new
+            if seed == args.world_seed and method in ("aligned", "calm"):
+                print("\n\n".join(["", *diagrams]))
+            if args.out:
+                Path(args.out).mkdir(parents=True, exist_ok=True)
+                write_json(Path(args.out) / "results.json", args, rows)
+    print(table(rows))
+    if args.json:
+        write_json(args.json, args, rows)
+
+
+# --- The command line ----------------------------------------------------------------------------
+
+# Chosen on development worlds 0 and 1; a real model is larger, so its batches are smaller.
+TOY = {"steps": 200, "batch": 64, "limit": 4000, "world_seed": 100}
+REAL = {"steps": 20, "batch": 8, "limit": 200, "world_seed": 0}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):                              # one sentence, without the usage text
+        raise ValueError(message)
+
+
+def parse(argv):
+    def at_least(low, kind):
+        def convert(text):
+            value = kind(text)
+            if not (value >= low and math.isfinite(value)):
+                raise argparse.ArgumentTypeError(f"{text} is below {low}" if value < low else f"{text} is not a number")
+            return value
+        convert.__name__ = kind.__name__
+        return convert
+    count, size, share = at_least(1, int), at_least(0, int), at_least(0.0, float)
+
+    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    a = parser.add_argument
+    a("--methods", default=",".join(METHODS), help="comma-separated, or 'all'")
+    a("--seeds", type=count, default=1, help="how many worlds (toy) or repetitions (real)")
+    a("--world-seed", type=size, help=f"the first seed; {TOY['world_seed']} (toy), {REAL['world_seed']} (real)")
+    a("--json", metavar="PATH", help="write every printed number there")
+    a("--out", metavar="DIR", help="keep results.json there, renewed after every method")
+    a("--device", default="cpu", help="cpu, cuda, mps")
+    real = parser.add_argument_group("a real model")
+    real.add_argument("--model", metavar="DIR", help="a Hugging Face directory of the Llama architecture")
+    real.add_argument("--train", metavar="FILE", help="JSON lines of questions to train on, domain A")
+    real.add_argument("--eval", metavar="FILE", nargs="+", default=[], help="JSON lines of questions to test on")
+    real.add_argument("--scoring", default="letter,text-char", help="any of letter, text-sum, text-token, text-char")
+    real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
+    real.add_argument("--limit", type=count, help=f"questions a test set; {TOY['limit']} (toy), {REAL['limit']} (real)")
+    train = parser.add_argument_group("training")
+    train.add_argument("--steps", type=count, help=f"of every method that trains; {TOY['steps']} (toy), {REAL['steps']} (real)")
+    train.add_argument("--batch", type=count, help=f"examples a step; {TOY['batch']} (toy), {REAL['batch']} (real)")
+    train.add_argument("--lr", type=share, default=3e-4, help="AdamW's, for theta (the adapters)")
+    train.add_argument("--alpha-lr", type=share, default=5e-3, help="AdamW's, for alpha (the logit adjustment)")
+    train.add_argument("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
+    train.add_argument("--inner-lr", type=share, default=0.1, help="their size")
+    train.add_argument("--eta", type=share, default=3.0, help="BOME's eta: how hard the training loss holds")
+    train.add_argument("--entropy-of", default="adjusted", choices=["adjusted", "raw"], help="logits the entropy looks at")
+    train.add_argument("--reg-weight", type=share, default=0.3, help="w of the method reg")
+    train.add_argument("--rank", type=count, default=8, help="of the adapters")
+    train.add_argument("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
+    train.add_argument("--pretrain-steps", type=count, default=1000, help="toy only")
+    train.add_argument("--dpo-steps", type=size, default=60, help="toy only")
+    args = parser.parse_args(argv)
+
+    for name, value in (REAL if args.model else TOY).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    args.methods = METHODS if args.methods == "all" else args.methods.split(",")
+    args.scoring = args.scoring.split(",")
+    for what, given, known in (("method", args.methods, METHODS),
+                               ("scoring", args.scoring, ["letter", "text-sum", "text-token", "text-char"])):
+        for name in given:
+            if name not in known:
+                raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
+    if args.model and not args.train:
+        raise ValueError("--model needs --train FILE, the questions to train on")
+    if not args.model and (args.train or args.eval):
+        raise ValueError("--train and --eval need --model DIR")
+    if args.json and not Path(args.json).absolute().parent.is_dir():
+        raise FileNotFoundError(f"--json {args.json}: its folder does not exist")
+    if args.json and Path(args.json).is_dir():
+        raise IsADirectoryError(f"--json {args.json}: is a directory")
+    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise NotADirectoryError(f"--out {args.out}: is not a directory")
+    try:
+        torch.empty(0, device=args.device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(f"--device {args.device}: not available here") from None
+    return args
+
+
+def main(argv=None):
+    args = None
+    try:
+        args = parse(argv)
+        run(args)
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        kept = f"; what had finished is in {args.out}/results.json" if args and args.out else ""
+        print(f"\ntrain.py: interrupted{kept}", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
