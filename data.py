@@ -2,12 +2,19 @@
 
 `World` is where an aligned model's overconfidence can be watched from birth: every fact is a
 *distribution* over answers, so a model trained on samples is calibrated, and a model aligned to
-"prefer the likelier answer" is not. The rest turns files of multiple-choice questions into
-prompts, token ids and batches for a real model.
+"prefer the likelier answer" is not. The rest is for a real model: published question files into
+rows (plain dicts), rows into prompts, prompts into token ids and batches.
 """
+import csv
 import dataclasses
+import datetime
 import gzip
+import io
 import json
+import re
+import sys
+import unicodedata
+import zlib
 from pathlib import Path
 
 import torch
@@ -22,6 +29,13 @@ class Question:
     options: list                                          # one list of token ids an option
     gold: int                                              # index of the right option
     lengths: list = None                                   # characters of each option's text
+
+
+def within_context(questions, context):
+    """The `Question`s whose prompt and longest option fit into `context` tokens, and how many others there are.
+    To be skipped and counted: a prompt that is cut in the middle is another prompt."""
+    fitting = [q for q in questions if len(q.prompt) + max(map(len, q.options)) <= context]
+    return fitting, len(questions) - len(fitting)
 
 
 def collate(sequences, pad=0):
@@ -117,62 +131,316 @@ class World:
                 zip(ids.tolist(), choices.gather(1, order).tolist(), order.argmin(1).tolist())]
 
 
-# --- Question files ------------------------------------------------------------------------------
+# --- Question files: from bytes to records -------------------------------------------------------
 
-def read_lines(path):
-    """Yield (line number, text) of a plain or gzipped UTF-8 file, byte-order mark and CRLF dropped, blank lines skipped."""
-    path = Path(path)
-    if not path.is_file():
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def read_text(path):
+    """The text of a plain or gzipped UTF-8 file, without byte-order mark, lines ending in LF. A byte that is not
+    UTF-8 becomes a lone surrogate, so that `clean` can blame the row it stands in instead of the whole file."""
+    if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    with open(path, "rb") as f:
-        zipped = f.read(2) == b"\x1f\x8b"
+    data = Path(path).read_bytes()
     try:
-        with (gzip.open if zipped else open)(path, "rt", encoding="utf-8-sig") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: not readable as UTF-8 text ({error})") from None
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{path}: not readable as gzip ({error})") from None
+    return data.decode("utf-8-sig", errors="surrogateescape").replace("\r\n", "\n")
 
 
-def load_mcqa(path):
-    """JSON lines of {"question", "choices", "answer", "subject"} -> list of such dicts.
+def parse_json(text, at=0):
+    """(value, position after it) of the JSON that starts at text[at]; (None, len(text)) where that is not JSON."""
+    try:
+        return json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, len(text)
 
-    "choices" holds 2 to 26 different strings, "answer" is the index of the right one. Raises
-    ValueError naming file and line.
-    """
-    rows = []
-    for number, line in read_lines(path):
-        def require(good, what):
-            if not good:
-                raise ValueError(f"{path}, line {number}: {what}")
+
+def json_lines(text):
+    """Yield (line number, value) of every line that is not blank; None is a line that is not JSON."""
+    for number, line in enumerate(io.StringIO(text), 1):
+        if line := line.strip():
+            value, end = parse_json(line)
+            yield number, value if end == len(line) else None
+
+
+def json_array(text, at):
+    """Yield (line number, value) of the array that opens just before text[at]; where it is torn comes a last None."""
+    number, counted = 1, 0
+    while True:
+        at = re.compile(r"[\s,]*").match(text, at).end()
+        number, counted = number + text.count("\n", counted, at), at
+        if text.startswith("]", at):
+            break
+        value, at = parse_json(text, at)
+        yield number, value
+        if value is None:
+            return
+    if text[at + 1:].strip()[:1] not in ("", ",", "}"):    # the end of the file, or of TriviaQA's outer object
+        yield number, None
+
+
+def csv_rows(text, delimiter=","):
+    """Yield (line number, tuple of cells) of every row that is not blank; None is a row that csv cannot read."""
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
+    while True:
+        number = reader.line_num + 1
         try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        require(isinstance(row, dict), "not a JSON object")
-        question, choices, answer = row.get("question"), row.get("choices"), row.get("answer")
-        require(isinstance(question, str) and question.strip(), "no question text under 'question'")
-        require(isinstance(choices, list) and all(isinstance(c, str) for c in choices), "'choices' is not a list of strings")
-        require(2 <= len(choices) <= 26, f"a question needs 2 to 26 options, this one has {len(choices)}")
-        require(isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices),
-                f"'answer' {answer!r} is not the index of one of the {len(choices)} options")
-        rows.append({"question": question.strip(), "choices": choices, "answer": answer, "subject": str(row.get("subject", ""))})
+            cells = tuple(next(reader))
+        except StopIteration:
+            return
+        except csv.Error:
+            cells = None
+        if cells != ():
+            yield number, cells
+
+
+def read_records(path):
+    """Yield (line number, record) of a file, told apart by what it holds.
+
+    A record is a dict (a JSON object, or a row under a tab-separated header that names a column
+    "question"), a tuple (the cells of a CSV row), or None where the line is neither. JSON comes as
+    lines, as one array, or as TriviaQA's object with an array under "Data".
+    """
+    text = read_text(path)
+    header = text.strip().partition("\n")[0].split("\t")
+    if len(header) > 1 and "question" in header:
+        for number, cells in list(csv_rows(text, "\t"))[1:]:
+            yield number, dict(zip(header, cells)) if cells and len(cells) == len(header) else None
+        return
+    _, first = next(csv_rows(text), (1, None))
+    if not text.lstrip().startswith(("{", "[")) or first and first[-1].strip() in tuple(LETTERS[:len(first) - 2]):
+        yield from csv_rows(text)                          # a CSV's first question may open with a bracket, too
+    elif array := re.match(r'\s*(\{[^][{}]*"Data"\s*:\s*)?\[', text):
+        yield from json_array(text, array.end())
+    else:
+        yield from json_lines(text)
+
+
+def load(path, make_converter, skip_bad):
+    """Rows of a file, or of all files of a directory in sorted order (hidden ones and subdirectories aside).
+
+    `make_converter(records)` looks at all of a file's records and returns the function that turns
+    one of them into a row. In a directory a row without a subject gets its file's name, less its ending.
+    """
+    path = Path(path)
+    files = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".") if path.is_dir() else [path]
+    rows, complaints = [], []
+    for file in files:
+        records = list(read_records(file))
+        convert = make_converter([record for _, record in records])
+        for number, record in records:
+            try:
+                row = convert(record)
+            except ValueError as error:
+                complaints.append(f"{file}, line {number}: {error}")
+                if not skip_bad:
+                    raise ValueError(complaints[0]) from None
+                continue
+            if path.is_dir() and row.get("subject") == "":
+                row["subject"] = Path(file.name.removesuffix(".gz")).stem
+            rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: holds no question")
+        raise ValueError(f"{path}: holds no question" + "".join(f" ({c})" for c in complaints[:1]))
+    if complaints:
+        print(f"{path}: {len(complaints)} unreadable rows left out, the first: {complaints[0]}", file=sys.stderr)
     return rows
+
+
+# --- Question files: from records to rows --------------------------------------------------------
+
+def clean(value, name, optional=False):
+    """`value` without white space around it, "" for an optional None; ValueError if it is not a text, or is empty."""
+    if optional and value is None:
+        return ""
+    if not isinstance(value, str) or not (optional or value.strip()):
+        raise ValueError(f"no {name} text: {value!r:.40}")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError(f"the {name} is not UTF-8 text") from None
+    return value.strip()
+
+
+# A multiple-choice format is a function: record -> question, choices, gold key, subject, all still unchecked.
+
+def mmlu_csv(cells):
+    """MMLU's CSV (github.com/hendrycks/test): question, options, letter of the right one; no header."""
+    return cells[0], list(cells[1:-1]), cells[-1], None
+
+
+def medmcqa(record, first):
+    """MedMCQA (medmcqa.github.io): options opa to opd, the right one's number under cop, counted from `first`."""
+    choices = {"text": [record.get("op" + x) for x in "abcd"], "label": [first + i for i in range(4)]}
+    return record.get("question"), choices, str(record.get("cop")), record.get("subject_name")
+
+
+def arc(record):
+    """ARC and OpenBookQA (allenai.org/data): question.stem, question.choices, answerKey; on the Hugging
+    Face hub flattened to question or question_stem, choices, answerKey. The key is always a label."""
+    inner = record["question"] if isinstance(record.get("question"), dict) else record
+    question = inner.get("stem", inner.get("question_stem", inner.get("question")))
+    return question, inner.get("choices"), str(record.get("answerKey")), record.get("subject")
+
+
+def plain(record):
+    """question, choices, answer (a 0-based index or a label), subject: MMLU as JSON (cais/mmlu on the hub), yours."""
+    return record.get("question"), record.get("choices"), record.get("answer"), record.get("subject")
+
+
+def texts_and_labels(choices):
+    """Choices as [{"text", "label"}, ...], {"text": [...], "label": [...]} or [text, ...] -> texts, labels (A, B, ... if none)."""
+    if isinstance(choices, list) and choices and all(isinstance(c, dict) for c in choices):
+        choices = {name: [c.get(name) for c in choices] for name in ("text", "label")}
+    texts, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (choices, LETTERS)
+    if not isinstance(texts, list):
+        raise ValueError("the choices are not a list of texts")
+    if not 2 <= len(texts) <= len(LETTERS):
+        raise ValueError(f"a question needs 2 to {len(LETTERS)} options, this one has {len(texts)}")
+    labels = list(LETTERS[:len(texts)]) if labels is LETTERS else labels
+    if not isinstance(labels, list) or len(labels) != len(texts):
+        raise ValueError("the options have no label each")
+    return [clean(t, "option") for t in texts], [str(label).strip() for label in labels]
+
+
+def mcqa_row(record, first_cop):
+    """A record of any of these formats -> {"question", "choices", "answer" (index), "subject"}."""
+    if isinstance(record, tuple) and len(record) > 1:
+        question, choices, key, subject = mmlu_csv(record)
+    elif not isinstance(record, dict):
+        raise ValueError("neither a JSON object nor a CSV row of a question, its options and a letter")
+    elif "opa" in record:
+        question, choices, key, subject = medmcqa(record, first_cop)
+    elif "answerKey" in record or isinstance(record.get("question"), dict):
+        question, choices, key, subject = arc(record)
+    else:
+        question, choices, key, subject = plain(record)
+    question = clean(question, "question")
+    choices, labels = texts_and_labels(choices)
+    right = {i for i, label in enumerate(labels) if isinstance(key, (int, str)) and label == str(key).strip()}
+    if type(key) is int and 0 <= key < len(labels):        # a boolean is no index
+        right.add(key)
+    if len(right) != 1:
+        raise ValueError(f"the gold key {key!r:.40} matches {'several' if right else 'none'} of the options "
+                         f"labelled {', '.join(labels):.80}")
+    return {"question": question, "choices": choices, "answer": right.pop(), "subject": clean(subject, "subject", optional=True)}
+
+
+def load_mcqa(path, skip_bad=False):
+    """Multiple-choice questions -> list of {"question", "choices" (2 to 26 texts), "answer" (index), "subject"}.
+
+    `path` is a file, plain or gzipped, or a directory of files (`load`). Formats are told apart by
+    content: those of `mmlu_csv`, `medmcqa`, `arc` and `plain`. An "answer" that is a number is a
+    0-based index, one that is a string is a label: the option's own, or A, B, ... where it has none; a
+    key that can be read both ways is an error. MedMCQA's cop counts from 1 in the authors' files and
+    from 0 in the Hugging Face export: a file in which a 0 occurs counts from 0, any other from 1.
+    Options with equal texts are kept (MMLU has nine such questions).
+
+    Raises ValueError naming file and line; with `skip_bad` such rows are left out and one line on
+    stderr counts them. A file that is broken as a whole (a torn gzip) is an error either way.
+    """
+    def converter(records):
+        first = 1 - any(isinstance(r, dict) and str(r.get("cop")) == "0" for r in records)
+        return lambda record: mcqa_row(record, first)
+    return load(path, converter, skip_bad)
+
+
+def qa_row(record):
+    """A record of any format that `load_qa` names -> {"question", "answers", "subject"}."""
+    if not isinstance(record, dict):
+        raise ValueError("neither a JSON object nor a tab-separated row under a header")
+    record = {k.lower(): v for k, v in record.items()}     # TriviaQA writes Question, its Hugging Face copy question
+    answer = record.get("answer")
+    if isinstance(record.get("possible_answers"), str):
+        found = [parse_json(record["possible_answers"])[0]]
+    elif isinstance(answer, dict):
+        answer = {k.lower().replace("_", ""): v for k, v in answer.items()}
+        found = [answer.get(name) for name in ("value", "aliases", "normalizedaliases")]
+    else:
+        found = [record.get("possible_answers", record.get("answers", answer))]
+    answers = [clean(a, "answer", optional=True) for f in found for a in (f if isinstance(f, list) else [f])]
+    answers = list(dict.fromkeys(a for a in answers if a))  # an empty answer would match silence
+    if not answers:
+        raise ValueError("no answer")
+    return {"question": clean(record.get("question"), "question"), "answers": answers,
+            "subject": clean(record.get("subject", record.get("prop")), "subject", optional=True)}
+
+
+def load_qa(path, skip_bad=False):
+    """Open-ended questions -> list of {"question", "answers" (all accepted texts, as the file spells them), "subject"}.
+
+    Told apart by content: PopQA (github.com/AlexTMallen/adaptive-retrieval; tab-separated under a
+    header, "possible_answers" a JSON list, "prop" the subject), TriviaQA (nlp.cs.washington.edu/triviaqa;
+    {"Data": [{"Question", "Answer": {"Value", "Aliases", "NormalizedAliases"}}]}, or its Hugging Face
+    copy in lower case), and JSON lines or an array of {"question", "answer" or "answers", "subject"}.
+    Files, directories and errors as in `load_mcqa`.
+    """
+    return load(path, lambda records: qa_row, skip_bad)
+
+
+def instruction_row(record):
+    """A record of any format that `load_instructions` names -> {"prompt", "answer"}."""
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    if "instruction" not in record:
+        return {"prompt": clean(record.get("prompt"), "prompt"), "answer": clean(record.get("answer"), "answer")}
+    prompt, more = clean(record["instruction"], "instruction"), clean(record.get("input"), "input", optional=True)
+    return {"prompt": f"{prompt}\n\n{more}" if more else prompt, "answer": clean(record.get("output"), "output")}
+
+
+def load_instructions(path, skip_bad=False):
+    """Instructions with answers -> list of {"prompt", "answer"}.
+
+    Alpaca (github.com/tatsu-lab/stanford_alpaca; an array of {"instruction", "input", "output"}, the
+    input under the instruction after a blank line), the same as JSON lines, or {"prompt", "answer"}.
+    A row without an answer teaches nothing and is an error: Alpaca has a few, so give `skip_bad`.
+    """
+    return load(path, lambda records: instruction_row, skip_bad)
+
+
+def question_key(row):
+    """What makes two rows the same question: its text, whatever the case, white space and Unicode form."""
+    text = row["question"] if "question" in row else row["prompt"]
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def check_disjoint(**parts):
+    """ValueError if two of the named lists of rows share a question: check_disjoint(training=..., evaluation=...)."""
+    seen = {}
+    for name, rows in parts.items():
+        for row in rows:
+            if seen.setdefault(question_key(row), name) != name:
+                raise ValueError(f"the {seen[question_key(row)]} and {name} rows share the question {question_key(row)!r:.80}")
 
 
 # --- Prompts and tokens --------------------------------------------------------------------------
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+def compile_template(source, path):
+    """A chat template ready to render. It is someone else's code, so jinja2's sandbox runs it, with
+    the functions that templates expect: raise_exception(text) and strftime_now(format)."""
+    import jinja2.sandbox
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                               extensions=["jinja2.ext.loopcontrols"])
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except Exception as error:                             # a template can fail in any way Python can
+        raise ValueError(f"{path}: the chat template is not valid ({error})") from None
 
 
 class Prompter:
     """A model directory's tokenizer and prompt form: question rows -> `Question`s in tokens.
 
     Prompts use the model's chat template when it has one and jinja2 is installed, otherwise a
-    plain "Question: ... Answer:" form; `form` says which.
+    plain "Question: ... Answer:" form; `form` says which. The template is the file
+    chat_template.jinja or the entry of tokenizer_config.json (of several, the one named "default").
+    Raises ValueError in one sentence that names the file.
     """
 
     def __init__(self, directory):
@@ -180,34 +448,54 @@ class Prompter:
             from tokenizers import Tokenizer
         except ImportError:
             raise ImportError("a real model needs the package tokenizers: pip install tokenizers") from None
-        path = Path(directory) / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file")
+        self.path = Path(directory) / "tokenizer.json"
+        if not self.path.is_file():
+            raise FileNotFoundError(f"{self.path}: no such file")
         try:
-            self.tokenizer = Tokenizer.from_file(str(path))
+            self.tokenizer = Tokenizer.from_file(str(self.path))
         except Exception as error:                         # the tokenizers package raises nothing narrower
-            raise ValueError(f"{path}: not a tokenizer ({error})") from None
-        settings = Path(directory) / "tokenizer_config.json"
-        self.settings = json.loads(settings.read_text(encoding="utf-8-sig")) if settings.is_file() else {}
+            raise ValueError(f"{self.path}: not a tokenizer ({error})") from None
+        self.tokenizer.no_truncation()                     # some files ask for it, and it would cut prompts silently
+        self.tokenizer.no_padding()
+        self.template_path, settings = Path(directory) / "tokenizer_config.json", {}
+        if self.template_path.is_file():
+            text = read_text(self.template_path).strip()
+            settings, end = parse_json(text)
+            if not isinstance(settings, dict) or end < len(text):
+                raise ValueError(f"{self.template_path}: not a JSON object")
+        source = settings.get("chat_template")
+        if isinstance(source, list):
+            source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}.get("default", source)
+        if (Path(directory) / "chat_template.jinja").is_file():
+            self.template_path = Path(directory) / "chat_template.jinja"
+            source = read_text(self.template_path)
+        if source is not None and not isinstance(source, str):
+            raise ValueError(f"{self.template_path}: chat_template is neither a text nor a list with one named 'default'")
+        special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
+        self.special = {k: v for k, v in special.items() if isinstance(v, str)}
+        # What goes before any text: a beginning-of-sequence token, or nothing. The tokenizer's own settings say
+        # so; tokenizer_config.json may say otherwise.
+        sample = self.tokenizer.encode("a")
+        self.prefix = sample.ids[:1] if sample.special_tokens_mask[:1] == [1] else []
+        if isinstance(settings.get("add_bos_token"), bool):
+            bos = self.tokenizer.token_to_id(self.special.get("bos_token", ""))
+            self.prefix = [bos] if settings["add_bos_token"] and bos is not None else []
         self.template, self.form = None, "plain"
-        if self.settings.get("chat_template"):
+        if source:
             try:
-                from jinja2.sandbox import ImmutableSandboxedEnvironment
+                self.template, self.form = compile_template(source, self.template_path), "chat"
             except ImportError:
-                self.form = "plain (the chat template needs the package jinja2)"
-            else:
-                environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-                self.template, self.form = environment.from_string(self.settings["chat_template"]), "chat"
-        # What the tokenizer itself puts before any text: a beginning-of-sequence token, or nothing.
-        self.prefix = self.tokenizer.encode("").ids[:1]
+                self.form = "plain (the chat template needs the package jinja2: pip install jinja2)"
 
     def render(self, text, lead):
         """The prompt's text: `text` as the user's turn, or in plain form followed by `lead`."""
         if self.template is None:
             return f"{text}\n{lead}"
-        special = {k: v["content"] if isinstance(v, dict) else v for k, v in self.settings.items()
-                   if k.endswith("_token") and v is not None and not isinstance(v, bool)}
-        return self.template.render(messages=[{"role": "user", "content": text}], add_generation_prompt=True, **special)
+        try:
+            return self.template.render(messages=[{"role": "user", "content": text}], tools=None, documents=None,
+                                        add_generation_prompt=True, **self.special)
+        except Exception as error:                         # as above
+            raise ValueError(f"{self.template_path}: the chat template fails on a prompt ({error})") from None
 
     def encode(self, text):
         """Token ids with exactly one beginning-of-sequence token where the tokenizer wants one."""
@@ -218,21 +506,36 @@ class Prompter:
         """Token ids of `answer` as they occur after `prompt` (its text)."""
         before, whole = self.encode(prompt), self.encode(prompt + answer)
         if whole[:len(before)] != before or len(whole) == len(before):
-            raise ValueError(f"the answer {answer!r} has no tokens of its own after the prompt {prompt[-40:]!r}")
+            raise ValueError(f"{self.path}: the answer {answer!r:.80} has no tokens of its own after the prompt {prompt[-40:]!r}")
         return whole[len(before):]
 
     def question(self, row, scoring):
-        """A question row -> `Question`. "letter": the options are listed and answered by letter;
-        "text": the answer is an option's own text."""
+        """A question row -> `Question`. "letter": the options are listed and answered by letter, each one
+        token of its own, ValueError if not; "text": the answer is an option's own text."""
         text, space = f"Question: {row['question']}", "" if self.template else " "
         if scoring == "letter":
-            labels = LETTERS[:len(row["choices"])]
-            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(labels, row["choices"]))
+            answers = LETTERS[:len(row["choices"])]
+            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(answers, row["choices"]))
             text += "\nAnswer with the letter of the right option."
-            prompt, answers = self.render(text, "Answer:"), labels
         else:
-            prompt, answers = self.render(text + "\nAnswer in a few words.", "Answer:"), row["choices"]
+            answers = row["choices"]
+            text += "\nAnswer in a few words."
+        prompt = self.render(text, "Answer:")
         options = [self.continuation(prompt, space + answer) for answer in answers]
-        if scoring == "letter" and (any(len(o) > 1 for o in options) or len({o[0] for o in options}) < len(options)):
-            raise ValueError(f"the option letters {', '.join(labels)} are not distinct single tokens after the prompt")
+        if scoring == "letter":
+            bad = [a for a, o in zip(answers, options) if len(o) > 1 or options.count(o) > 1]
+            if bad:
+                raise ValueError(f"{self.path}: the option letters {', '.join(bad)} are not, after the prompt, "
+                                 "one token each and all different")
         return Question(self.encode(prompt), options, row["answer"], [len(a) for a in answers])
+
+    def show(self, question):
+        """A `Question` for a reader: its prompt as text, as token strings, and every option with the tokens that
+        are scored in [brackets] after the prompt's last ones; * is the right option."""
+        name = lambda ids: " ".join(repr(self.tokenizer.id_to_token(i))[1:-1] for i in ids)
+        lines = [f"prompt, {self.form} form:", self.tokenizer.decode(question.prompt, skip_special_tokens=False),
+                 "", f"the same in {len(question.prompt)} tokens:", name(question.prompt), "", "scored tokens:"]
+        for i, option in enumerate(question.options):
+            scored = " ".join(f"[{name([t])}]" for t in option)
+            lines.append(f"{'*' if i == question.gold else ' '} ... {name(question.prompt[-3:])} {scored}")
+        return "\n".join(lines)

@@ -87,7 +87,7 @@ def check_labels(labels, n, k):
 # --- 2. Confidence against accuracy --------------------------------------------------------------
 
 def equal_width(confidence, bins):
-    """(n,) -> the bin of each row. Bins are right-closed: (0, 1/bins], (1/bins, 2/bins], ...; 0 is in the first.
+    """(n,) -> the bin of each row. Bins are right-closed: [0, 1/bins], (1/bins, 2/bins], ..., and 0 is in the first.
 
     Edges are rounded to the precision of `confidence`, so that 0.3 is on the edge 3/10 in float32 too.
     """
@@ -113,7 +113,7 @@ def ece(confidence, correct, bins=10):
 
 
 def adaptive_ece(confidence, correct, bins=10):
-    """The same with bins of equal mass (Nixon et al., 2019, arXiv 1904.01685, section 3.2).
+    """The same with bins of equal mass (Nixon et al., 2019, arXiv 1904.01685).
 
     The row with r smaller confidences goes into bin floor(r bins / n), so equal confidences share a
     bin always and, without ties, bin sizes differ by one at most.
@@ -170,7 +170,7 @@ def auroc(confidence, correct):
     """P(a right row is more confident than a wrong one), ties counting half; NaN if there are not both.
 
     It says whether confidence separates right from wrong, which ECE does not see: a constant
-    confidence equal to the accuracy has ECE 0 and AUROC 1/2.
+    confidence equal to the accuracy has ECE 0 and AUROC 1/2. Hanley & McNeil, 1982.
     """
     confidence, correct = check_confidence(confidence, correct)
     right, wrong = confidence[correct == 1], np.sort(confidence[correct == 0])
@@ -184,6 +184,7 @@ def accuracy_at_coverage(confidence, correct, coverage):
     """Accuracy on the ceil(coverage n) most confident rows; 0 < coverage <= 1, else a ValueError.
 
     Of rows that tie at the threshold every choice is equally likely: they count with their mean.
+    Selective classification: Geifman & El-Yaniv, NeurIPS 2017.
     """
     confidence, correct = check_confidence(confidence, correct)
     if not 0 < coverage <= 1:
@@ -200,7 +201,7 @@ def classwise_ece(probabilities, labels, bins=10):
     """Class-wise ECE: the mean over classes j of ece(probabilities[:, j], labels == j), a probability.
 
     probabilities (n, k), labels (n,). A class that no row gives probability to and no label names is
-    padding and not counted, so the width of the padding changes nothing. Kull et al., NeurIPS 2019, eq. 3.
+    padding and not counted, so the width of the padding changes nothing. Kull et al., NeurIPS 2019.
     """
     probabilities, labels = check_probabilities(probabilities, labels)
     return float(np.mean([ece(p, labels == j, bins) for j, p in enumerate(probabilities.T)
@@ -256,8 +257,7 @@ def fit_temperature(logits, labels):
         return 1.0
     for bound in TEMPERATURES:
         if math.isclose(1 / b, bound, rel_tol=1e-9):
-            warnings.warn(f"the best temperature is at or beyond the bound {bound:g}: these logits have "
-                          + ("no mistake to soften" if bound < 1 else "no skill to keep"), stacklevel=2)
+            warnings.warn(f"the fitted temperature is the bound {bound:g}: the NLL still falls there", stacklevel=2)
             return bound
     return 1 / b
 
@@ -285,8 +285,8 @@ def bootstrap_interval(metric, *arrays, level=0.95, trials=1000, seed=0):
     Resampling adds noise, and ECE counts noise as error: its resampled values lie above the sample's own.
     So the quantiles are shifted until the resampled values' mean is the sample's value (for a mean, such as
     accuracy or NLL, hardly at all); a metric that was never negative keeps low at 0 or above. The interval is
-    for the ECE measured *at this n*: compare it with `ece_floor`. Resamples where the metric is NaN are left
-    out. Efron & Tibshirani, 1993, chapters 10 (bias) and 13 (percentiles).
+    for the ECE measured *at this n*: compare it with `ece_floor`. Resamples without a finite value are
+    left out, a sample without one has (NaN, NaN). Efron & Tibshirani, 1993, chapters 10 (bias) and 13 (percentiles).
     """
     arrays = [as_array(a) for a in arrays]
     n = len(arrays[0])
@@ -297,9 +297,8 @@ def bootstrap_interval(metric, *arrays, level=0.95, trials=1000, seed=0):
     rng = np.random.default_rng(seed)
     picks = (rng.integers(n, size=n) for _ in range(trials))
     values = np.array([metric(*(a[pick] for a in arrays)) for pick in picks])
-    values = values[~np.isnan(values)]
-    value = metric(*arrays)
-    if not len(values) or math.isnan(value):
+    values, value = values[np.isfinite(values)], metric(*arrays)
+    if not len(values) or not math.isfinite(value):
         return math.nan, math.nan
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2]) - values.mean() + value
     return float(max(low, 0) if values.min() >= 0 else low), float(high)
@@ -341,10 +340,10 @@ def semantic_confidence(classes, estimator="plugin", splits=10, seed=0):
     """Samples of one answer, grouped by meaning -> (modal class, confidence). Wang et al., 2026, arXiv 2605.08432.
 
     classes: n hashable class ids, equal where two samples mean the same; None (or "") for an empty
-    generation, a class of its own. "plugin": the modal class's share of all samples - the choice and its confidence
-    come from the same samples, which flatters. "split": the modal class of one random half and its
-    share in the *other* half, averaged over `splits` halvings. If most samples are empty there is no answer
-    to be confident in: (None, NaN); a half whose modal class is empty is left out likewise.
+    generation, a class of its own. "plugin": the modal class's share of all samples - which flatters, as
+    choice and confidence come from the same samples. "split": the modal class of a random half and its share
+    in the *other* half, averaged over `splits` halvings. Where the modal class is the empty one, there is no
+    answer to be confident in: (None, NaN); a half of which this is true is left out.
     """
     classes = classes.tolist() if torch.is_tensor(classes) else classes
     classes = [None if isinstance(c, str) and c == "" else c for c in classes]

@@ -153,7 +153,7 @@ class Attention(nn.Module):
                 k, v = K[:, :, first:start + 1], V[:, :, first:start + 1]
 
         group = c.num_attention_heads // c.num_key_value_heads             # query heads that share one k, v
-        if T == 1:                                                         # nothing to mask: they are as good as queries in a row
+        if T == 1:                                                         # nothing to mask: take them as a row of queries
             y = F.scaled_dot_product_attention(q.reshape(B, -1, group, c.head_dim), k, v).reshape(q.shape)
         else:
             mask = window_mask if self.windowed else None
@@ -184,7 +184,7 @@ class Block(nn.Module):
         if not config.norm_after:
             self.input_layernorm = norm()
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = norm()                             # after attention in OLMo 2 alone; else before the MLP
+        self.post_attention_layernorm = norm()                             # in OLMo 2 after attention, else before the MLP
         self.mlp = MLP(config)
         if config.norm_after:
             self.post_feedforward_layernorm = norm()
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
 
     Causal, without a padding mask: pad on the right, where no scored token can see it.
     Set `model.checkpointing = True` to keep one hidden state a layer for the backward pass and
-    compute the rest again there: less memory, a third more time.
+    compute the rest again there: less memory, up to a third more time.
     """
 
     def __init__(self, config):
@@ -269,9 +269,10 @@ class Transformer(nn.Module):
                 if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tie_word_embeddings:
                     continue                                               # derived from config.json; the embedding itself
                 if name not in wanted:
-                    raise ValueError(f"{shard}: tensor {full_name!r} has no place in a {config.model_type} model of this config.json")
+                    raise ValueError(f"{shard}: tensor {full_name!r} has no place in the {config.model_type} model of config.json")
                 if tensor.shape != wanted[name].shape:
-                    raise ValueError(f"{shard}: {full_name!r} has shape {tuple(tensor.shape)}, config.json implies {tuple(wanted[name].shape)}")
+                    raise ValueError(f"{shard}: {full_name!r} has shape {tuple(tensor.shape)}, "
+                                     f"config.json implies {tuple(wanted[name].shape)}")
                 state[name] = tensor.to(device, dtype)
         for name in wanted:
             if name not in state:
@@ -362,7 +363,7 @@ def find_shards(directory):
                 if not shard.is_file():
                     raise FileNotFoundError(f"{shard}: missing, though {index.name} names it")
             return shards
-    raise FileNotFoundError(f"{directory}: no weights, neither model.safetensors nor pytorch_model.bin nor an index of either")
+    raise FileNotFoundError(f"{directory}: no weights: no model.safetensors, no pytorch_model.bin, no index of either")
 
 
 def read_bin(path):
@@ -397,7 +398,7 @@ def read_safetensors(path):
                 raise ValueError(f"{path}: {name!r} has dtype {entry['dtype']}, which is not supported")
             dtype = DTYPES[entry["dtype"]]
             if math.prod(entry["shape"]) * dtype.itemsize != end - start:
-                raise ValueError(f"{path}: {name!r} has {end - start} bytes, its shape {entry['shape']} implies another number")
+                raise ValueError(f"{path}: {name!r} has {end - start} bytes, not what its shape {entry['shape']} implies")
             buffer = bytearray(end - start)
             f.seek(start)
             f.readinto(buffer)
@@ -495,13 +496,18 @@ class NF4Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+def replace(root, name, module):
+    """Put `module` where root's submodule of that dotted name was."""
+    parent, _, child = name.rpartition(".")
+    setattr(root.get_submodule(parent), child, module)
+
+
 def quantize_base(model, double=False):
     """Freeze `model` and store every linear layer of its blocks in NF4, in place (as QLoRA does:
     embedding, head and norms stay). Before or after `add_lora`; adapters stay as they are. Give
     the model its dtype first: a later model.to(dtype) would round the blocks' absmax too."""
     for name in [name for name, module in model.layers.named_modules() if isinstance(module, nn.Linear)]:
-        parent, _, child = name.rpartition(".")                            # each full weight is freed before the next
-        setattr(model.layers.get_submodule(parent), child, NF4Linear(model.layers.get_submodule(name), double))
+        replace(model.layers, name, NF4Linear(model.layers.get_submodule(name), double))   # frees the full weight
     for name, p in model.named_parameters():
         if "lora_" not in name:
             p.requires_grad_(False)
@@ -551,18 +557,17 @@ def add_lora(model, rank=8, alpha=16, targets=PROJECTIONS):
         raise ValueError(f"LoRA needs a rank of at least 1, not {rank}")
     if any(isinstance(module, LoRALinear) for module in model.modules()):
         raise ValueError("the model has LoRA adapters already")
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, NF4Linear))]
-    found = {target: fnmatch.filter(linear, target) + fnmatch.filter(linear, f"*.{target}") for target in targets}
     if not targets:
         raise ValueError("LoRA has no target")
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, NF4Linear))]
+    found = {target: fnmatch.filter(linear, target) + fnmatch.filter(linear, f"*.{target}") for target in targets}
     for target, names in found.items():
         if not names:
-            raise ValueError(f"LoRA target {target!r} matches no layer; the linear layers are named {', '.join(linear[:7])} ...")
+            raise ValueError(f"LoRA target {target!r} matches no layer; there are {', '.join(linear[:7])} ...")
     model.requires_grad_(False)
     for name in linear:
         if any(name in names for names in found.values()):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, LoRALinear(model.get_submodule(name), rank, alpha))
+            replace(model, name, LoRALinear(model.get_submodule(name), rank, alpha))
     return {name: p for name, p in model.named_parameters() if "lora_" in name}
 
 
@@ -714,7 +719,8 @@ def load_adapters(model, directory):
         if name not in state or name not in adapters:
             raise ValueError(f"{file}: {name!r} " + ("is missing" if name in adapters else "has no place in this model"))
         if state[name].shape != adapters[name].shape:
-            raise ValueError(f"{file}: {name!r} has shape {tuple(state[name].shape)}, the model implies {tuple(adapters[name].shape)}")
+            raise ValueError(f"{file}: {name!r} has shape {tuple(state[name].shape)}, "
+                             f"the model implies {tuple(adapters[name].shape)}")
         adapters[name].data.copy_(state[name])
     file = directory / "logit_adjustment.safetensors"
     return adapters, dict(read_safetensors(file)) if file.is_file() else None
@@ -746,6 +752,10 @@ def merged(model, adjustment=None):
         yield "lm_head.bias", bias
 
 
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "chat_template*",
+                   "generation_config.json")
+
+
 def save_pretrained(model, directory, adjustment=None):
     """`merged(model, adjustment)` as a Hugging Face directory: config.json, model.safetensors in the dtype
     of `model`, and the tokenizer files of the directory it came from. `model` itself stays as it is.
@@ -763,8 +773,9 @@ def save_pretrained(model, directory, adjustment=None):
     config = {"architectures": [model.config.model_type.capitalize() + "ForCausalLM"], **dataclasses.asdict(model.config)}
     if source:
         config = read_json(source / "config.json")
-        for file in source.iterdir():
-            if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != "config.json":
+        config.pop("dtype", None)                                          # transformers 5's name for torch_dtype
+        for pattern in TOKENIZER_FILES:
+            for file in source.glob(pattern):
                 shutil.copy(file, directory)
     config |= {"tie_word_embeddings": "lm_head.weight" not in names, "head_bias": "lm_head.bias" in names,
                "torch_dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch.")}

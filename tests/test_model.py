@@ -31,14 +31,16 @@ VARIANTS = {
     "llama, head_dim, biases": ("Llama", dict(head_dim=16, attention_bias=True, mlp_bias=True), []),
     "llama, tied": ("Llama", dict(tie_word_embeddings=True), []),
     "llama, llama3 rope": ("Llama", dict(rope_parameters=dict(rope_theta=1000.0, **LLAMA3)), ["rope_parameters"]),
-    "llama, linear rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10_000.0)), ["rope_parameters"]),
+    "llama, linear rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10_000.0)),
+                           ["rope_parameters"]),
     "llama, dynamic rope": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0),
                                           max_position_embeddings=16), ["rope_parameters"]),
     "mistral, window": ("Mistral", dict(sliding_window=8), ["sliding_window"]),
     "mistral, no window": ("Mistral", dict(sliding_window=None), []),
     "olmo2": ("Olmo2", {}, []),
     "qwen2": ("Qwen2", {}, []),
-    "qwen2, windows above": ("Qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1), ["use_sliding_window"]),
+    "qwen2, windows above": ("Qwen2", dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+                             ["use_sliding_window"]),
     "qwen3": ("Qwen3", dict(head_dim=16, tie_word_embeddings=True), []),
 }
 
@@ -64,7 +66,8 @@ def edit_config(directory, *removed, **changed):
 
 def toy(seed=0, dtype=torch.float64, **config):
     torch.manual_seed(seed)
-    return Transformer(Config(**{**dict(vocab_size=23, hidden_size=16, intermediate_size=24, num_attention_heads=4), **config})).to(dtype)
+    config = {**dict(vocab_size=23, hidden_size=16, intermediate_size=24, num_attention_heads=4), **config}
+    return Transformer(Config(**config)).to(dtype)
 
 
 IDS = torch.randint(67, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -530,6 +533,7 @@ def test_saving_never_overwrites_the_source_or_leaves_half_a_file(tmp_path):
     with pytest.raises(ValueError, match="another checkpoint"):
         save_pretrained(model, tmp_path / "base")
     save_pretrained(model, tmp_path / "out")
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     calls = []
 
