@@ -4,12 +4,16 @@
 
 The file goes from the problem to the solvers: (1) the two losses of CALM (arXiv 2608.07419),
 (2) `Bilevel`, a problem made of two lists of tensors and two closures, (3) the exact
-hypergradient by Hessian-vector products, (4) BOME, the first-order step that needs none.
-Nothing here knows of text or transformers; `python bilevel.py` compares (3) and (4) on a tiny
-transformer. Subscripts in comments are partial derivatives: L_t, L_a, L_tt, L_at, F_t, F_a.
+hypergradient by Hessian-vector products, (4) first-order directions that need none: unrolling
+(for comparison), penalties, BOME, and BOME with a surrogate that persists, (5) a laboratory that
+measures them all against the exact one: `python bilevel.py`. Nothing before (5) knows of text
+or transformers. Subscripts are partial derivatives, t for theta and a for alpha: L_t, L_a, L_tt, L_at, F_t, F_a.
 """
 import argparse
+import contextlib
+import dataclasses
 import json
+import math
 import sys
 import time
 import warnings
@@ -76,11 +80,14 @@ class Bilevel:
     """theta and alpha, lists of tensors that require gradients; lower() and upper(), closures that
     return the scalars L(theta, alpha) and F(alpha, theta) at the tensors' current values.
 
-    Vectors in theta's or alpha's space are flat, (N,), in the order of the list.
+    outputs() and loss(z), optional, split L's data term as loss(outputs()), loss convex in z, for
+    the Gauss-Newton matrix. Vectors in theta's or alpha's space are flat, (N,) or (M,), in the
+    order of the list. Raises ValueError for an empty list or a tensor that cannot be a parameter.
     """
 
-    def __init__(self, theta, alpha, lower, upper):
+    def __init__(self, theta, alpha, lower, upper, outputs=None, loss=None):
         self.theta, self.alpha, self.lower, self.upper = list(theta), list(alpha), lower, upper
+        self.outputs, self.loss = outputs, loss
         for name, tensors in (("theta", self.theta), ("alpha", self.alpha)):
             if not tensors:
                 raise ValueError(f"{name} is empty: a bilevel problem needs at least one tensor in it")
@@ -90,8 +97,9 @@ class Bilevel:
 
     def gradient(self, loss, create_graph=False):
         """Flat partial derivatives of a scalar `loss` with respect to theta, (N,), and alpha, (M,)."""
-        g = torch.autograd.grad(loss, self.theta + self.alpha, create_graph=create_graph, allow_unused=True)
-        n = len(self.theta)
+        tensors, n = self.theta + self.alpha, len(self.theta)
+        g = torch.autograd.grad(loss, tensors, create_graph=create_graph, allow_unused=True) \
+            if loss.requires_grad else [None] * len(tensors)               # a constant loss moves nothing
         return flatten(g[:n], self.theta), flatten(g[n:], self.alpha)
 
     def move_theta(self, step):
@@ -99,6 +107,17 @@ class Bilevel:
         with torch.no_grad():
             for p, s in zip(self.theta, unflatten(step, self.theta)):
                 p += s
+
+    @contextlib.contextmanager
+    def keep_theta(self):
+        """On leaving, however that happens, theta holds the values it has now."""
+        saved = [p.detach().clone() for p in self.theta]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, s in zip(self.theta, saved):
+                    p.copy_(s)
 
 
 def flatten(tensors, like):
@@ -118,6 +137,16 @@ def exact_mode():
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def lower_gradient(problem):
+    """L_t, (N,), with its graph. Raises ValueError naming a tensor of theta that L does not use:
+    its row of the Hessian would be zero."""
+    g = torch.autograd.grad(problem.lower(), problem.theta, create_graph=True, allow_unused=True)
+    for i, (t, p) in enumerate(zip(g, problem.theta)):
+        if t is None:
+            raise ValueError(f"the lower loss does not use theta[{i}], shape {tuple(p.shape)}: leave it out of theta")
+    return flatten(g, problem.theta)
+
+
 def hvp(gradient, theta, vector):
     """Hessian-vector product L_tt v by double backward: the derivative of <L_t, v> (Pearlmutter, 1994).
 
@@ -127,6 +156,25 @@ def hvp(gradient, theta, vector):
         return torch.zeros_like(vector)
     parts = torch.autograd.grad(gradient, theta, vector, retain_graph=True, allow_unused=True)
     return flatten(parts, theta)
+
+
+def gauss_newton(problem):
+    """v -> J' l_zz J v with z = outputs(), J = dz/dtheta: the Hessian without the curvature of the
+    model itself, positive semi-definite where loss is convex in z (Schraudolph, 2002)."""
+    if problem.outputs is None or problem.loss is None:
+        raise ValueError("curvature 'gauss-newton' needs a Bilevel with outputs and loss")
+    z = problem.outputs()
+    at = z.detach().requires_grad_()
+    l_z, = torch.autograd.grad(problem.loss(at), at, create_graph=True)
+    u = torch.zeros_like(z, requires_grad=True)
+    Jt_u = flatten(torch.autograd.grad(z, problem.theta, u, create_graph=True, allow_unused=True), problem.theta)   # linear in u
+
+    def product(v):
+        Jv, = torch.autograd.grad(Jt_u, u, v, retain_graph=True)           # so its derivative by u is J v
+        l_zz_Jv, = torch.autograd.grad(l_z, at, Jv, retain_graph=True)
+        return flatten(torch.autograd.grad(z, problem.theta, l_zz_Jv, retain_graph=True, allow_unused=True), problem.theta)
+
+    return product
 
 
 def conjugate_gradient(matvec, b, tol=1e-10, max_iter=1000):
@@ -154,51 +202,196 @@ def conjugate_gradient(matvec, b, tol=1e-10, max_iter=1000):
     return x, report
 
 
-def exact_hypergradient(problem, solver="cg", damping=0.0, tol=1e-10, max_iter=1000):
-    """dF/dalpha = F_a - L_at [L_tt + damping I]^{-1} F_t, the implicit function theorem
-    (for hypergradients: Pedregosa, 2016, arXiv 1602.02355), exact where L_t = 0.
+def neumann(matvec, b, step, terms, tol=0.0):
+    """H^{-1} b as step * sum_k (I - step H)^k b, k < terms: gradient descent on x'Hx/2 - b'x
+    (Lorraine et al., 2020, arXiv 1911.02590). Returns x and a report like conjugate_gradient's.
 
-    solver "cg": Hessian-vector products and conjugate gradients; "dense": the Hessian itself, for
-    tiny problems, the ground truth. Returns a list of tensors shaped like alpha, and a report:
-    CG's, and "gradient_norm", ||L_t|| at this point. Warns when negative curvature was met.
+    Raises ArithmeticError when a curvature is met at which the series diverges: step * curvature > 2.
+    """
+    x, r, norm = torch.zeros_like(b), b.clone(), b.norm()
+    report = {"products": 0, "residual": 1.0, "negative_curvature": False}
+    while report["residual"] > tol and report["products"] < terms:
+        x = x + step * r
+        Hr = matvec(r)
+        report["products"] += 1
+        curvature = float(r.dot(Hr) / r.dot(r))                            # free: the Rayleigh quotient of r
+        if curvature < 0:
+            report["negative_curvature"] = True
+            return torch.full_like(b, torch.nan), report
+        if step * curvature > 2:
+            raise ArithmeticError(f"the Neumann series diverges: step {step:g} x curvature {curvature:g} = "
+                                  f"{step * curvature:g} is above 2; use a step below {2 / curvature:g}")
+        r = r - step * Hr
+        report["residual"] = float(r.norm() / norm)
+    return x, report
+
+
+def largest_eigenvalue(matvec, like, iterations=50):
+    """Power iteration from a fixed random vector shaped like `like`, (N,); a lower bound that tightens."""
+    v = torch.randn(like.shape, generator=torch.Generator().manual_seed(0), dtype=like.dtype).to(like.device)
+    for _ in range(iterations):
+        v = v / v.norm()
+        Hv = matvec(v)
+        v, value = Hv, Hv.norm()
+    return float(value)
+
+
+def exact_hypergradient(problem, solver="cg", curvature="hessian", damping=0.0, tol=1e-10, max_iter=1000, step=None):
+    """dF/dalpha = F_a - L_at H^{-1} F_t with H = L_tt + damping I: the implicit function theorem
+    (for hypergradients: Pedregosa, 2016, arXiv 1602.02355), exact where L_t = 0 and damping = 0.
+
+    solver: "cg"; "neumann", `max_iter` terms of size `step` (default 1 / largest eigenvalue); or
+    "dense", the matrix itself, for tiny problems: the ground truth. curvature "gauss-newton"
+    replaces L_tt by J' l_zz J - always definite with damping > 0, always biased, for points where
+    L_tt is not definite. Returns a list of tensors shaped like alpha, and a report: "products",
+    relative "residual", "gradient_norm" ||L_t||, "negative_curvature". Warns where the formula
+    does not hold: at negative curvature (CG and Neumann then answer NaN), and where ||L_t|| is
+    not small beside ||F_t||.
     """
     with exact_mode():
-        theta = problem.theta
-        L_t, _ = problem.gradient(problem.lower(), create_graph=True)
+        L_t = lower_gradient(problem)
         F_t, F_a = problem.gradient(problem.upper())
-        H = lambda v: hvp(L_t, theta, v) + damping * v
+        product = {"hessian": lambda: lambda v: hvp(L_t, problem.theta, v), "gauss-newton": lambda: gauss_newton(problem)}
+        if curvature not in product:
+            raise ValueError(f"curvature must be 'hessian' or 'gauss-newton', not {curvature!r}")
+        product = product[curvature]()
+        H = lambda v: product(v) + damping * v
         if solver == "cg":
             v, report = conjugate_gradient(H, F_t, tol, max_iter)
+        elif solver == "neumann":
+            v, report = neumann(H, F_t, step or 1 / largest_eigenvalue(H, F_t), max_iter, tol)
         elif solver == "dense":
             matrix = torch.stack([H(e) for e in torch.eye(len(F_t), dtype=F_t.dtype, device=F_t.device)])   # (N, N)
-            v = torch.linalg.solve(matrix, F_t)
             eigenvalues = torch.linalg.eigvalsh((matrix + matrix.T) / 2)
-            report = {"products": len(F_t), "residual": float((matrix @ v - F_t).norm() / F_t.norm()),
-                      "negative_curvature": bool(eigenvalues[0] < 0), "largest_eigenvalue": float(eigenvalues[-1])}
+            v = torch.linalg.solve(matrix, F_t)
+            report = {"products": len(F_t), "residual": float((matrix @ v - F_t).norm() / F_t.norm().clamp_min(1e-300)),
+                      "negative_curvature": bool(eigenvalues[0] < 0), "largest_eigenvalue": float(eigenvalues[-1]),
+                      "smallest_eigenvalue": float(eigenvalues[0])}
         else:
-            raise ValueError(f"solver must be 'cg' or 'dense', not {solver!r}")
+            raise ValueError(f"solver must be 'cg', 'neumann' or 'dense', not {solver!r}")
         report["gradient_norm"] = float(L_t.detach().norm())
         if report["negative_curvature"]:
-            warnings.warn("the lower level's Hessian has negative curvature here: theta is not at a minimum, "
-                          "and there is no hypergradient; converge it first, or pass damping > 0 (biased)")
+            warnings.warn("the lower level's Hessian has negative curvature here: theta is not at a minimum and there is no "
+                          "hypergradient; converge it first, or use curvature='gauss-newton' with damping > 0 (biased)")
+        elif report["gradient_norm"] > 1e-3 * float(F_t.norm()):
+            warnings.warn(f"||L_theta|| = {report['gradient_norm']:.1e} is not small: the formula holds at a minimum of the lower level")
         cross = torch.autograd.grad(L_t, problem.alpha, v, allow_unused=True) if L_t.requires_grad else [None] * len(problem.alpha)
         return unflatten(F_a - flatten(cross, problem.alpha), problem.alpha), report
 
 
-# --- 4. First order: BOME ------------------------------------------------------------------------
+# --- 4. First order ------------------------------------------------------------------------------
 
-def bome_direction(problem, inner_steps, inner_lr, eta):
+def unrolled_hypergradient(problem, steps, lr):
+    """d/dalpha of F(alpha, theta_T): theta_T = `steps` gradient steps of size `lr` on L from theta,
+    differentiated backwards (Maclaurin et al., 2015, arXiv 1502.03492).
+
+    The step theta_{t+1} = theta_t - lr L_t turns an adjoint v, F_t at first, into v - lr L_tt v and
+    adds - lr L_at v to the hypergradient; started at theta*, where theta never moves, the sum is
+    the Neumann series with `steps` terms. The path is kept: `steps` copies of theta. theta is put
+    back. Returns a list of tensors shaped like alpha, and a report.
+    """
+    with exact_mode(), problem.keep_theta():
+        path = []
+        for _ in range(steps):
+            path.append([p.detach().clone() for p in problem.theta])
+            L_t, _ = problem.gradient(problem.lower())
+            problem.move_theta(-lr * L_t)
+        v, h = problem.gradient(problem.upper())                           # F_t and F_a at theta_T
+        for point in reversed(path):
+            with torch.no_grad():
+                for p, s in zip(problem.theta, point):
+                    p.copy_(s)
+            L_t = lower_gradient(problem)
+            cross = torch.autograd.grad(L_t, problem.alpha, v, retain_graph=True, allow_unused=True)
+            h, v = h - lr * flatten(cross, problem.alpha), v - lr * hvp(L_t, problem.theta, v)
+    return unflatten(h, problem.alpha), {"products": steps, "gradients": 2 * steps + 1}
+
+
+def minimise(problem, objective, tol=1e-10, max_iter=100):
+    """Move theta to the minimum of objective() it is near, by Newton steps solved with CG, damped by
+    Levenberg's rule while negative curvature is met. Stops at gradient norm `tol` or where rounding
+    ends the progress; returns the norm. Raises ArithmeticError if the curvature stays negative."""
+    damping, best, stuck = 0.0, math.inf, 0
+    with exact_mode():
+        for _ in range(max_iter):
+            g, _ = problem.gradient(objective(), create_graph=True)
+            norm = float(g.detach().norm())
+            best, stuck = (norm, 0) if norm < best / 2 else (best, stuck + 1)
+            if norm <= tol or stuck == 3 and damping == 0:
+                break
+            step, report = conjugate_gradient(lambda v: hvp(g, problem.theta, v) + damping * v, g.detach(), tol=1e-3, max_iter=5000)
+            if report["negative_curvature"]:
+                damping = max(10 * damping, norm)
+                continue
+            problem.move_theta(-step)
+            damping = damping / 10 if damping > 1e-9 else 0.0
+    if damping > 0 and norm > tol:
+        raise ArithmeticError(f"no minimum found: the curvature is still negative at gradient norm {norm:.1e}")
+    return norm
+
+
+def penalty_hypergradient(problem, lam, symmetric=False, tol=1e-14, inner_steps=None, inner_lr=None):
+    """F2SA (Kwon et al., 2023, arXiv 2301.10945): with theta_{+-} = argmin L +- F / lam and theta* = argmin L,
+
+        h = F_a(theta_+) + lam (L_a(theta_+) - L_a(theta*)),                  error O(1 / lam)
+        h = mean of F_a(theta_+), F_a(theta_-) + lam/2 (L_a(theta_+) - L_a(theta_-)),   O(1 / lam^2), if `symmetric`.
+
+    The inner problems start at theta and are solved to gradient norm `tol` by Newton's method, so
+    that the penalty's own error is seen (an inner error d costs about lam d) - or, with
+    `inner_steps`, by that many gradient steps of size `inner_lr` each: same start, same steps.
+    theta is put back. Returns a list shaped like alpha, and a report with "gradient_norms".
+    """
+    report, at = {"gradient_norms": []}, []
+    for sign in ((1, -1) if symmetric else (1, 0)):
+        objective = lambda: problem.lower() + sign / lam * problem.upper()
+        with problem.keep_theta():
+            for _ in range(inner_steps or 0):
+                problem.move_theta(-inner_lr * problem.gradient(objective())[0])
+            if inner_steps is None:
+                minimise(problem, objective, tol)
+            report["gradient_norms"].append(float(problem.gradient(objective())[0].norm()))
+            at.append((problem.gradient(problem.lower())[1], problem.gradient(problem.upper())[1]))
+    (L_a, F_a), (L_a_other, F_a_other) = at
+    h = (F_a + F_a_other + lam * (L_a - L_a_other)) / 2 if symmetric else F_a + lam * (L_a - L_a_other)
+    return unflatten(h, problem.alpha), report
+
+
+@dataclasses.dataclass
+class Surrogate:
+    """What bome_direction carries from one step to the next when its surrogate persists.
+
+    lam: the fixed multiplier; about 1e3, round-off in float32 forbids much more. rate: the step of v
+    in units of 1 / sharpness, and the weight of the newest mini-batch in the averages; 1 without
+    mini-batches. momentum: heavy ball's. tolerance: the relative residual up to which alpha moves
+    at full speed.
+    """
+    lam: float = 1e3
+    rate: float = 1.0
+    momentum: float = 0.9
+    tolerance: float = 0.02
+    shift: torch.Tensor = None                             # v = lam (theta_lam - theta_T), (N,)
+    previous: torch.Tensor = None                          # v one step ago
+    average: tuple = None                                  # running means of r, F_t and h
+    sharpest: torch.Tensor = None                          # direction of the largest curvature, (N,)
+    sharpness: float = 0.0                                 # that curvature
+    steps: int = 0
+    settled: bool = False                                  # has the residual been below tolerance yet?
+
+
+def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
     """The joint descent direction of BOME (Liu et al., 2022, arXiv 2209.08709).
 
     theta_T = `inner_steps` gradient steps of size `inner_lr` on L(., alpha) from theta, with no
     gradient through them. The residual q = L(theta, alpha) - L(theta_T, alpha) replaces "theta is
     a minimiser": grad q = (L_t(theta), L_a(theta) - L_a(theta_T)), lam = max(0, eta - <grad F, grad q> / ||grad q||^2),
     and the direction is grad F + lam grad q. theta_T lives in theta's own memory and theta is
-    put back: T + 1.33 gradients, and one copy of theta.
+    put back: T + 1.33 gradients, and one copy of theta. With a `Surrogate`: persistent_direction.
 
     Returns (theta direction, alpha direction, report), the directions as lists of tensors and the
     report with "lam", "residual" q, "lower" L and "upper" F.
     """
+    if surrogate is not None:
+        return persistent_direction(problem, surrogate)
     if inner_steps < 1:
         raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
     theta, alpha = problem.theta, problem.alpha
@@ -207,17 +400,12 @@ def bome_direction(problem, inner_steps, inner_lr, eta):
     L = problem.lower()
     L_t, L_a = problem.gradient(L)
 
-    saved = [p.detach().clone() for p in theta]
-    try:
+    with problem.keep_theta():
         problem.move_theta(-inner_lr * L_t)                                # the first inner gradient is L_t(theta)
         for _ in range(inner_steps - 1):
-            problem.move_theta(-inner_lr * flatten(torch.autograd.grad(problem.lower(), theta), theta))
+            problem.move_theta(-inner_lr * flatten(torch.autograd.grad(problem.lower(), theta, allow_unused=True), theta))
         L_T = problem.lower()                                              # at theta_T only L_a is needed
         L_a_T = flatten(torch.autograd.grad(L_T, alpha, allow_unused=True), alpha)
-    finally:
-        with torch.no_grad():
-            for p, s in zip(theta, saved):
-                p.copy_(s)
 
     q_t, q_a = L_t, L_a - L_a_T
     norm2 = q_t.dot(q_t) + q_a.dot(q_a)
@@ -227,13 +415,83 @@ def bome_direction(problem, inner_steps, inner_lr, eta):
     return unflatten(F_t + lam * q_t, theta), unflatten(F_a + lam * q_a, alpha), report
 
 
+def persistent_direction(problem, s):
+    """BOME with a surrogate that is carried along instead of restarted, in 3 gradients a step.
+
+    BOME's pair is theta_lam, descending L + F / lam, and theta_T, descending L. Stepped apart, each
+    lags behind its own moving minimum, and lam magnifies the difference of the lags. Here the
+    pair is kept as theta_T - the caller's theta, which descends L alone by whatever optimiser -
+    and the magnified difference v = lam (theta_lam - theta_T), so that the lag is common and
+    cancels. v descends with heavy ball, H v being a difference of two first gradients:
+
+        H v = lam (L_t(theta + v / lam) - L_t(theta)),   r = H v + F_t,   v <- v - rate / sharpness r + momentum (v - v_before)
+        h = F_a + lam (L_a(theta + v / lam) - L_a(theta)) -> the hypergradient as r -> 0.
+
+    Two rules keep it on its track. Every tenth step the product goes to power iteration, which
+    follows the largest curvature, and so the step that is still stable. And the free relative residual
+    ||r|| / ||F_t|| holds alpha: it waits until the residual was once below the tolerance, then
+    moves at min(1, tolerance / residual) of its speed. The single-loop idea is that of F2SA.
+
+    Returns (L_t, scaled h, report) like bome_direction; the report has the "residual", the "scale"
+    of alpha's step, "sharpness" (1 / it is a safe step for theta) and "direction", h itself.
+    """
+    L = problem.lower()
+    L_t, L_a = problem.gradient(L)
+
+    def lower_at(shift):                                   # L's gradients at theta + shift / lam
+        with problem.keep_theta():
+            problem.move_theta(shift / s.lam)
+            return problem.gradient(problem.lower())
+
+    if s.shift is None:
+        s.shift = s.previous = torch.zeros_like(L_t)
+        s.sharpest = torch.randn(L_t.shape, generator=torch.Generator().manual_seed(0), dtype=L_t.dtype).to(L_t.device)
+    if s.steps % 10 == 0:
+        for _ in range(20 if s.steps == 0 else 1):
+            u = s.sharpest / s.sharpest.norm()
+            s.sharpest = s.lam * (lower_at(u)[0] - L_t)    # H u
+            s.sharpness = max(0.9 * s.sharpness, float(s.sharpest.norm()))   # of many mini-batches, the sharper
+        s.steps += 1
+        still = torch.zeros_like(L_a)
+        return unflatten(L_t, problem.theta), unflatten(still, problem.alpha), \
+            {"lower": float(L.detach()), "sharpness": s.sharpness, "scale": 0.0}
+    F_value = problem.upper()
+    F_t, F_a = problem.gradient(F_value)
+    L_t_shifted, L_a_shifted = lower_at(s.shift)
+    r = s.lam * (L_t_shifted - L_t) + F_t
+    h = F_a + s.lam * (L_a_shifted - L_a)
+    new = (r, F_t, h)
+    s.average = new if s.average is None else tuple(a + s.rate * (b - a) for a, b in zip(s.average, new))
+    r_mean, F_t_mean, h = s.average
+    residual = float(r_mean.norm() / F_t_mean.norm())
+    s.shift, s.previous = s.shift - s.rate / s.sharpness * r + s.momentum * (s.shift - s.previous), s.shift
+    s.steps, s.settled = s.steps + 1, s.settled or residual <= s.tolerance
+    scale = min(1.0, s.tolerance / residual) if s.settled else 0.0
+    report = {"lam": s.lam, "residual": residual, "lower": float(L.detach()), "upper": float(F_value.detach()),
+              "sharpness": s.sharpness, "scale": scale, "direction": h}
+    return unflatten(L_t, problem.theta), unflatten(scale * h, problem.alpha), report
+
+
 # --- 5. The laboratory ---------------------------------------------------------------------------
 
-def tiny_transformer(mu=0.1, seed=0):
-    """2,224 parameters in float64: a one-layer transformer with a frozen head, pretrained on a toy world of 16 tokens.
+def quadratic(mu=0.1, seed=0):
+    """L = |A theta - B alpha|^2 / 2 + mu/2 |theta|^2, F = |theta - c|^2 / 2 + <alpha, d>: every answer has a closed form."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    A, B, c, d = draw(30, 40), draw(30, 8), draw(40), draw(8)
+    A = A * torch.logspace(0, -1.5, 40, dtype=torch.float64)               # a spread of eigenvalues
+    theta, alpha = draw(40).requires_grad_(), draw(8).requires_grad_()
+    return Bilevel([theta], [alpha], lambda: ((A @ theta - B @ alpha) ** 2).sum() / 2 + mu / 2 * (theta ** 2).sum(),
+                   lambda: ((theta - c) ** 2).sum() / 2 + alpha @ d)
+
+
+def tiny_transformer(mu=0.1, seed=0, batch=None):
+    """2,224 parameters in float64: a one-layer transformer with a frozen head, pretrained on 64 statements of a toy world.
 
     L = cross-entropy + mu/2 ||theta - theta_0||^2, theta_0 the pretrained point: without the proximal
-    term the minimum is hardly determined and its Hessian hardly invertible.
+    term the minimum is hardly determined. mu = 0.1 makes the easy problem (condition number about
+    1e3), mu = 0.001 the hard one (about 1e5). `batch` rows of L and F at a time, drawn by
+    problem.draw(); None for all.
     """
     from data import World
     from model import Config, Transformer
@@ -242,108 +500,151 @@ def tiny_transformer(mu=0.1, seed=0):
     world = World(seed, subjects=4, relations=2, values=4, pool=4, shared=0)
     model = Transformer(Config(world.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
                                num_attention_heads=2, num_key_value_heads=1)).double()
-    statements = lambda n: world.statements(n, "all", "all", generator)
+    ids, held_out = (world.statements(64, "all", "all", generator) for _ in range(2))      # (64, 5) each
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(300):
-        ids = statements(64)
+    for step in range(300):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 300)
         loss = F.cross_entropy(model(ids[:, :-1])[:, -1], ids[:, -1])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     model.lm_head.weight.requires_grad_(False)             # as under LoRA: what the lower level cannot re-fit
-    ids, held_out = statements(64), statements(64)
     adjustment = LogitAdjustment(world.vocab_size).double()
-    with torch.no_grad():
-        for p in adjustment.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
     theta = [p for p in model.parameters() if p.requires_grad]
     theta_0 = [p.detach().clone() for p in theta]
+    rows = [slice(None), slice(None)]                      # of L and of F
+
+    def draw():
+        rows[:] = torch.randint(64, (2, batch), generator=generator)
+
+    def outputs():
+        return model(ids[rows[0], :-1])[:, -1]             # (n, V)
+
+    def data_term(logits):
+        return parametric_cross_entropy(logits, ids[rows[0], -1], adjustment)
 
     def lower():
-        proximal = sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0))
-        return parametric_cross_entropy(model(ids[:, :-1])[:, -1], ids[:, -1], adjustment) + mu / 2 * proximal
+        return data_term(outputs()) + mu / 2 * sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0))
 
     def upper():
-        return negative_entropy(model(held_out[:, :-1])[:, -1], adjustment)
+        return negative_entropy(model(held_out[rows[1], :-1])[:, -1], adjustment)
 
-    return Bilevel(theta, list(adjustment.parameters()), lower, upper)
+    problem = Bilevel(theta, list(adjustment.parameters()), lower, upper, outputs, data_term)
+    problem.draw, problem.all_rows = draw, lambda: rows.__setitem__(slice(None), [slice(None)] * 2)
+    return problem
 
 
-def converge(problem, tol=1e-10, max_iter=50):
-    """Move theta to the minimum of L: L-BFGS to its neighbourhood, then Newton steps by CG. Returns ||L_t||."""
-    optimizer = torch.optim.LBFGS(problem.theta, max_iter=1000, tolerance_grad=1e-6, history_size=50,
-                                  line_search_fn="strong_wolfe")
+def converge(problem, sharpness, tol=1e-10):
+    """Move theta to the minimum of L it rolls down to: heavy ball, whose steps are too short to leave
+    the valley, then Newton. Returns ||L_t||; ArithmeticError where there is no minimum."""
+    velocity = 0.0
+    for _ in range(3000):
+        L_t, _ = problem.gradient(problem.lower())
+        if L_t.norm() < 1e-4:
+            break
+        velocity = 0.9 * velocity - L_t / sharpness
+        problem.move_theta(velocity)
+    return minimise(problem, problem.lower, tol)
 
-    def closure():
-        optimizer.zero_grad()
-        loss = problem.lower()
-        loss.backward(inputs=problem.theta)
-        return loss
 
-    optimizer.step(closure)
+def sharpness_of(problem):
     with exact_mode():
-        for _ in range(max_iter):
-            L_t, _ = problem.gradient(problem.lower(), create_graph=True)
-            norm = float(L_t.detach().norm())
-            if norm <= tol:
-                break
-            step, report = conjugate_gradient(lambda v: hvp(L_t, problem.theta, v), L_t.detach(), tol=1e-3)
-            if report["negative_curvature"]:
-                raise ArithmeticError(f"negative curvature at ||L_t|| = {norm:.1e}: no minimum here")
-            problem.move_theta(-step)
-    return norm
+        L_t = lower_gradient(problem)
+        return largest_eigenvalue(lambda v: hvp(L_t, problem.theta, v), L_t.detach())
 
 
-def settled_bome(problem, steps, inner_lr, eta, settle=300):
+def settled_bome(problem, T, inner_lr, settle=30):
     """BOME's alpha direction where it is used: at theta settled under BOME's own theta direction, alpha held."""
-    for _ in range(settle):
-        d_theta, _, report = bome_direction(problem, steps, inner_lr, eta)
-        problem.move_theta(-inner_lr / max(1.0, report["lam"]) * flatten(d_theta, problem.theta))
-    return flatten(bome_direction(problem, steps, inner_lr, eta)[1], problem.alpha)
+    with problem.keep_theta():
+        for _ in range(settle):
+            d_theta, d_alpha, report = bome_direction(problem, T, inner_lr, eta=0.5)
+            problem.move_theta(-inner_lr / max(1.0, report["lam"]) * flatten(d_theta, problem.theta))
+    return d_alpha, {"gradients": T + 1.33}
 
 
-def compare(problem):
-    """Rows of every method's alpha direction against the dense solve, at one converged point."""
-    reached = converge(problem)
-    theta_star = [p.detach().clone() for p in problem.theta]
-    start = time.perf_counter()
+def peak_bytes(call):
+    """Most memory that the tensors made during call() held at once, on the CPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    live = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    return peak
+
+
+def compare(h, truth):
+    """Relative error and cosine of one alpha direction, (M,), to the true one."""
+    return {"relative_error": float((h - truth).norm() / truth.norm()),
+            "cosine": float(h.dot(truth) / (h.norm() * truth.norm()))}
+
+
+def at_one_point(problem, mu):
+    """Tables (a) and (b): facts about the converged point, and a row for every method and setting."""
+    sharpness = sharpness_of(problem)
+    reached = converge(problem, sharpness)
     truth, report = exact_hypergradient(problem, "dense")
     truth, sharpness = flatten(truth, problem.alpha), report["largest_eigenvalue"]
-    rows = [{"method": "exact, dense solve", "setting": f"{report['products']} products", "relative_error": 0.0, "cosine": 1.0,
-             "seconds": time.perf_counter() - start}]
-
-    def row(method, setting, direction):
+    facts = {"parameters": report["products"], "gradient_norm": reached, "largest_eigenvalue": sharpness,
+             "condition_number": sharpness / report["smallest_eigenvalue"], "mu": mu}
+    exact = lambda **options: (lambda: exact_hypergradient(problem, **options))
+    step = 1 / sharpness
+    jobs = [("lower level ignored", "F_a alone", lambda: (problem.gradient(problem.upper())[1:], {"gradients": 1}))]
+    jobs += [("exact, CG", f"{k} products", exact(max_iter=k, tol=1e-13)) for k in (3, 10, 30, 100, 300)]
+    if problem.outputs:
+        jobs += [("Gauss-Newton, CG", "damping mu", exact(curvature="gauss-newton", damping=mu))]
+    jobs += [("Neumann", f"{T} terms", exact(solver="neumann", max_iter=T, step=step)) for T in (1, 10, 100, 1000)]
+    jobs += [("unrolled", f"{T} steps", lambda T=T: unrolled_hypergradient(problem, T, step)) for T in (1, 10, 100)]
+    jobs += [("penalty", f"lam {lam:.0e}", lambda lam=lam: penalty_hypergradient(problem, lam)) for lam in (1e3, 1e4, 1e5)]
+    jobs += [("symmetric penalty", f"lam {lam:.0e}", lambda lam=lam: penalty_hypergradient(problem, lam, symmetric=True))
+             for lam in (1e3, 1e4, 1e5)]
+    jobs += [("BOME, restarted", f"T = {T}", lambda T=T: settled_bome(problem, T, step)) for T in (1, 10, 100)]
+    rows = []
+    for method, setting, call in jobs:
         start = time.perf_counter()
-        h = direction()
-        rows.append({"method": method, "setting": setting, "relative_error": float((h - truth).norm() / truth.norm()),
-                     "cosine": float(h.dot(truth) / (h.norm() * truth.norm())), "seconds": time.perf_counter() - start})
-        with torch.no_grad():
-            for p, p_star in zip(problem.theta, theta_star):
-                p.copy_(p_star)
-
-    row("exact, CG", "tol 1e-10", lambda: flatten(exact_hypergradient(problem, "cg")[0], problem.alpha))
-    row("lower level ignored", "F_a alone", lambda: problem.gradient(problem.upper())[1])
-    for T in (1, 10):
-        row("BOME", f"T = {T}", lambda: settled_bome(problem, T, 1 / sharpness, eta=0.5))
-    facts = {"parameters": len(flatten(theta_star, theta_star)), "gradient_norm": reached, "largest_eigenvalue": sharpness}
+        h, report = call()
+        seconds = time.perf_counter() - start
+        # A product costs about two gradients; solving the penalty's inner problems is not counted.
+        gradients = report.get("gradients", 2 * report.get("products", 1) + 3)
+        rows.append({"method": method, "setting": setting, **compare(flatten(h, problem.alpha), truth), "seconds": seconds,
+                     "gradients": None if "penalty" in method else gradients})
     return facts, rows
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description="Exact against first-order hypergradients on a tiny transformer, in float64.")
-    parser.add_argument("--json", metavar="PATH", help="write every printed number there")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)                               # tensors this small only lose by sharing
-    facts, rows = compare(tiny_transformer())
-    print(f"a transformer of {facts['parameters']} parameters, ||L_theta|| = {facts['gradient_norm']:.1e}, "
-          f"largest eigenvalue of the Hessian {facts['largest_eigenvalue']:.1f}")
-    print(f"{'method':22s}{'setting':>16s}{'relative error':>16s}{'cosine':>9s}{'seconds':>9s}")
-    for r in rows:
-        print(f"{r['method']:22s}{r['setting']:>16s}{r['relative_error']:16.1e}{r['cosine']:9.3f}{r['seconds']:9.2f}")
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as f:
-            json.dump({"problem": facts, "rows": rows}, f, indent=1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def along_a_trajectory(problem, kind, speed, budget, looks=8):
+    """Table (c): alpha moves `speed` times its direction a step, theta follows, until `budget` gradients
+    are spent; the direction is compared with the exact hypergradient at the minimum that theta is
+    following, at `looks` places. kind: BOME's T, or a Surrogate."""
+    persistent = isinstance(kind, Surrogate)
+    minibatch = persistent and kind.rate < 1
+    cost = 3 if persistent else kind + 1.33
+    steps, found, velocity, moved = int(budget / cost), [], 0.0, 0.0
+    sharpness = sharpness_of(problem)
+    converge(problem, sharpness, tol=1e-6)
+    for step in range(steps):
+        if minibatch:
+            problem.draw()
+        d_theta, d_alpha, report = bome_direction(problem, kind, 1 / sharpness, 0.5, kind if persistent else None)
+        d_theta, d_alpha = flatten(d_theta, problem.theta), flatten(d_alpha, problem.alpha)
+        if persistent:
+            sharpness = kind.sharpness
+            velocity = kind.momentum * velocity - kind.rate / sharpness * d_theta
+        else:
+            velocity = -1 / (sharpness * max(1.0, report["lam"])) * d_theta
+        problem.move_theta(velocity)
+        moving = report.get("scale", 1.0) > 0
+        if moving and len(found) <= (step + 1) * looks // steps:           # at once when alpha first moves, then evenly
+            if minibatch:
+                problem.all_rows()
+            with problem.keep_theta():
+                converge(problem, sharpness, tol=1e-8)
+                truth = flatten(exact_hypergradient(problem, tol=1e-7, max_iter=3000)[0], problem.alpha)
+            found.append(compare(report.get("direction", d_alpha), truth))
+        with torch.no_grad():
+            for p, d in zip(problem.alpha, unflatten(d_alpha, problem.alpha)):
+                p -= speed * d
+        moved += speed * float(d_alpha.norm())
+    errors, cosines = [f["relative_error"] for f in found], [f["cosine"] for f in found]
+    return {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "mean_cosine": sum(cosines) / len(found),
+            "worst_cosine": min(cosines), "relative_error": sum(errors) / len(found), "cosine": cosines[-1], "looks": len(found)}

@@ -157,14 +157,6 @@ def parse_json(text, at=0):
         return None, len(text)
 
 
-def json_lines(text):
-    """Yield (line number, value) of every line that is not blank; None is a line that is not JSON."""
-    for number, line in enumerate(io.StringIO(text), 1):
-        if line := line.strip():
-            value, end = parse_json(line)
-            yield number, value if end == len(line) else None
-
-
 def json_array(text, at):
     """Yield (line number, value) of the array that opens just before text[at]; where it is torn comes a last None."""
     number, counted = 1, 0
@@ -175,7 +167,7 @@ def json_array(text, at):
             break
         value, at = parse_json(text, at)
         yield number, value
-        if value is None:
+        if value is None and at == len(text):
             return
     if text[at + 1:].strip()[:1] not in ("", ",", "}"):    # the end of the file, or of TriviaQA's outer object
         yield number, None
@@ -215,7 +207,10 @@ def read_records(path):
     elif array := re.match(r'\s*(\{[^][{}]*"Data"\s*:\s*)?\[', text):
         yield from json_array(text, array.end())
     else:
-        yield from json_lines(text)
+        for number, line in enumerate(map(str.strip, io.StringIO(text)), 1):
+            if line:
+                value, end = parse_json(line)
+                yield number, value if end == len(line) else None
 
 
 def load(path, make_converter, skip_bad):
@@ -290,17 +285,19 @@ def plain(record):
 
 
 def texts_and_labels(choices):
-    """Choices as [{"text", "label"}, ...], {"text": [...], "label": [...]} or [text, ...] -> texts, labels (A, B, ... if none)."""
-    if isinstance(choices, list) and choices and all(isinstance(c, dict) for c in choices):
-        choices = {name: [c.get(name) for c in choices] for name in ("text", "label")}
-    texts, labels = (choices.get("text"), choices.get("label")) if isinstance(choices, dict) else (choices, LETTERS)
+    """[{"text", "label"}, ...], {"text": [...], "label": [...]} or [text, ...], which A, B, ... label -> texts, labels."""
+    if isinstance(choices, dict):
+        texts, labels = choices.get("text"), choices.get("label")
+    elif isinstance(choices, list) and choices and all(isinstance(c, dict) for c in choices):
+        texts, labels = [c.get("text") for c in choices], [c.get("label") for c in choices]
+    else:
+        texts, labels = choices, list(LETTERS[:len(choices)]) if isinstance(choices, list) else None
     if not isinstance(texts, list):
         raise ValueError("the choices are not a list of texts")
     if not 2 <= len(texts) <= len(LETTERS):
         raise ValueError(f"a question needs 2 to {len(LETTERS)} options, this one has {len(texts)}")
-    labels = list(LETTERS[:len(texts)]) if labels is LETTERS else labels
     if not isinstance(labels, list) or len(labels) != len(texts):
-        raise ValueError("the options have no label each")
+        raise ValueError(f"{len(texts)} options, but their labels are {labels!r:.40}")
     return [clean(t, "option") for t in texts], [str(label).strip() for label in labels]
 
 
@@ -431,7 +428,7 @@ def compile_template(source, path):
     try:
         return environment.from_string(source)
     except Exception as error:                             # a template can fail in any way Python can
-        raise ValueError(f"{path}: the chat template is not valid ({error})") from None
+        raise ValueError(f"{path}: the chat template is not valid ({' '.join(str(error).split())})") from None
 
 
 class Prompter:
@@ -465,7 +462,8 @@ class Prompter:
                 raise ValueError(f"{self.template_path}: not a JSON object")
         source = settings.get("chat_template")
         if isinstance(source, list):
-            source = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}.get("default", source)
+            named = [t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"]
+            source = named[0] if named else source
         if (Path(directory) / "chat_template.jinja").is_file():
             self.template_path = Path(directory) / "chat_template.jinja"
             source = read_text(self.template_path)
@@ -473,8 +471,8 @@ class Prompter:
             raise ValueError(f"{self.template_path}: chat_template is neither a text nor a list with one named 'default'")
         special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
         self.special = {k: v for k, v in special.items() if isinstance(v, str)}
-        # What goes before any text: a beginning-of-sequence token, or nothing. The tokenizer's own settings say
-        # so; tokenizer_config.json may say otherwise.
+        # What belongs before any text, a beginning-of-sequence token or nothing: as the tokenizer does it,
+        # unless tokenizer_config.json says otherwise.
         sample = self.tokenizer.encode("a")
         self.prefix = sample.ids[:1] if sample.special_tokens_mask[:1] == [1] else []
         if isinstance(settings.get("add_bos_token"), bool):
@@ -492,10 +490,12 @@ class Prompter:
         if self.template is None:
             return f"{text}\n{lead}"
         try:
-            return self.template.render(messages=[{"role": "user", "content": text}], tools=None, documents=None,
-                                        add_generation_prompt=True, **self.special)
+            prompt = self.template.render(messages=[{"role": "user", "content": text}], tools=None, documents=None,
+                                          add_generation_prompt=True, **self.special)
+            prompt.encode("utf-8")                         # a template may hold what no tokenizer can read
+            return prompt
         except Exception as error:                         # as above
-            raise ValueError(f"{self.template_path}: the chat template fails on a prompt ({error})") from None
+            raise ValueError(f"{self.template_path}: the chat template fails on a prompt ({' '.join(str(error).split())})") from None
 
     def encode(self, text):
         """Token ids with exactly one beginning-of-sequence token where the tokenizer wants one."""
