@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -317,7 +318,7 @@ def minimise(problem, objective, tol=1e-10, max_iter=100):
             g, _ = problem.gradient(objective(), create_graph=True)
             norm = float(g.detach().norm())
             best, stuck = (norm, 0) if norm < best / 2 else (best, stuck + 1)
-            if norm <= tol or stuck == 3 and damping == 0:
+            if norm <= tol or stuck >= 2 and damping == 0:
                 break
             step, report = conjugate_gradient(lambda v: hvp(g, problem.theta, v) + damping * v, g.detach(), tol=1e-3, max_iter=5000)
             if report["negative_curvature"]:
@@ -485,7 +486,7 @@ def quadratic(mu=0.1, seed=0):
                    lambda: ((theta - c) ** 2).sum() / 2 + alpha @ d)
 
 
-def tiny_transformer(mu=0.1, seed=0, batch=None):
+def tiny_transformer(mu=0.1, seed=0, batch=None, dtype=torch.float64):
     """2,224 parameters in float64: a one-layer transformer with a frozen head, pretrained on 64 statements of a toy world.
 
     L = cross-entropy + mu/2 ||theta - theta_0||^2, theta_0 the pretrained point: without the proximal
@@ -508,8 +509,8 @@ def tiny_transformer(mu=0.1, seed=0, batch=None):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    model.lm_head.weight.requires_grad_(False)             # as under LoRA: what the lower level cannot re-fit
-    adjustment = LogitAdjustment(world.vocab_size).double()
+    model.to(dtype).lm_head.weight.requires_grad_(False)   # as under LoRA: what the lower level cannot re-fit
+    adjustment = LogitAdjustment(world.vocab_size).to(dtype)
     theta = [p for p in model.parameters() if p.requires_grad]
     theta_0 = [p.detach().clone() for p in theta]
     rows = [slice(None), slice(None)]                      # of L and of F
@@ -540,7 +541,7 @@ def converge(problem, sharpness, tol=1e-10):
     velocity = 0.0
     for _ in range(3000):
         L_t, _ = problem.gradient(problem.lower())
-        if L_t.norm() < 1e-4:
+        if L_t.norm() < 1e-3:
             break
         velocity = 0.9 * velocity - L_t / sharpness
         problem.move_theta(velocity)
@@ -553,7 +554,7 @@ def sharpness_of(problem):
         return largest_eigenvalue(lambda v: hvp(L_t, problem.theta, v), L_t.detach())
 
 
-def settled_bome(problem, T, inner_lr, settle=30):
+def settled_bome(problem, T, inner_lr, settle=10):
     """BOME's alpha direction where it is used: at theta settled under BOME's own theta direction, alpha held."""
     with problem.keep_theta():
         for _ in range(settle):
@@ -564,6 +565,7 @@ def settled_bome(problem, T, inner_lr, settle=30):
 
 def peak_bytes(call):
     """Most memory that the tensors made during call() held at once, on the CPU."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")        # the profiler is talkative
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     live = peak = 0
@@ -574,13 +576,17 @@ def peak_bytes(call):
     return peak
 
 
+MEASURED = ("F_a alone", "30 products", "T = 10")          # settings whose memory is measured
+TABLE_A = ("F_a alone", "30 products", "damping mu", "100 terms", "100 steps", "lam 1e+04", "T = 10")
+
+
 def compare(h, truth):
     """Relative error and cosine of one alpha direction, (M,), to the true one."""
     return {"relative_error": float((h - truth).norm() / truth.norm()),
             "cosine": float(h.dot(truth) / (h.norm() * truth.norm()))}
 
 
-def at_one_point(problem, mu):
+def at_one_point(problem, mu, memory):
     """Tables (a) and (b): facts about the converged point, and a row for every method and setting."""
     sharpness = sharpness_of(problem)
     reached = converge(problem, sharpness)
@@ -608,11 +614,12 @@ def at_one_point(problem, mu):
         # A product costs about two gradients; solving the penalty's inner problems is not counted.
         gradients = report.get("gradients", 2 * report.get("products", 1) + 3)
         rows.append({"method": method, "setting": setting, **compare(flatten(h, problem.alpha), truth), "seconds": seconds,
-                     "gradients": None if "penalty" in method else gradients})
+                     "gradients": None if "penalty" in method else gradients,
+                     "peak_bytes": peak_bytes(call) if memory and setting in MEASURED else None})
     return facts, rows
 
 
-def along_a_trajectory(problem, kind, speed, budget, looks=8):
+def along_a_trajectory(problem, kind, speed, budget, looks=3):
     """Table (c): alpha moves `speed` times its direction a step, theta follows, until `budget` gradients
     are spent; the direction is compared with the exact hypergradient at the minimum that theta is
     following, at `looks` places. kind: BOME's T, or a Surrogate."""
@@ -648,3 +655,183 @@ def along_a_trajectory(problem, kind, speed, budget, looks=8):
     errors, cosines = [f["relative_error"] for f in found], [f["cosine"] for f in found]
     return {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "mean_cosine": sum(cosines) / len(found),
             "worst_cosine": min(cosines), "relative_error": sum(errors) / len(found), "cosine": cosines[-1], "looks": len(found)}
+
+
+def language_model(directory, questions, mu=0.1, n=8, rank=8):
+    """A real LLM: theta = LoRA on its attention projections; L = cross-entropy of n answers + mu/2 |theta|^2,
+    F = negative entropy at n other answer positions. theta is first fine-tuned by 20 steps of L-BFGS."""
+    from data import IGNORE, Prompter, load_mcqa, supervise
+    from model import Transformer, add_lora
+    prompter, rows = Prompter(directory), load_mcqa(questions)
+    pick = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:2 * n].tolist()
+    asked = [prompter.question(rows[i], "text") for i in pick]
+    (ids, targets), (ids_F, targets_F) = (supervise([(q.prompt, q.options[q.gold]) for q in part]) for part in (asked[:n], asked[n:]))
+    supervised, first = targets != IGNORE, (targets_F != IGNORE)
+    first &= first.cumsum(1) == 1                                          # the position before the answer: no label needed
+    torch.manual_seed(0)
+    model = Transformer.from_pretrained(directory)
+    theta = list(add_lora(model, rank, 2 * rank, targets=("q_proj", "k_proj", "v_proj", "o_proj")).values())
+    theta_0 = [p.detach().clone() for p in theta]
+    adjustment = LogitAdjustment(model.config.vocab_size)
+    outputs = lambda: model.head(model.hidden(ids)[supervised])            # (answer tokens, V)
+    data_term = lambda z: parametric_cross_entropy(z, targets[supervised], adjustment)
+    proximal = lambda: mu / 2 * sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0))
+    problem = Bilevel(theta, list(adjustment.parameters()), lambda: data_term(outputs()) + proximal(),
+                      lambda: negative_entropy(model.head(model.hidden(ids_F)[first]), adjustment), outputs, data_term)
+    optimizer = torch.optim.LBFGS(theta, max_iter=20, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = problem.lower()
+        loss.backward(inputs=theta)
+        return loss
+
+    optimizer.step(closure)
+    return problem
+
+
+def at_a_language_model(problem, mu, max_iter=60):
+    """BOME and ignoring the lower level against the best reference there is: the Hessian where CG finds
+    it definite, else Gauss-Newton plus mu, which is biased and named so."""
+    warnings.simplefilter("ignore")
+    h, report = exact_hypergradient(problem, tol=1e-4, max_iter=max_iter)
+    reference = "exact, CG"
+    if report["negative_curvature"]:
+        h, report = exact_hypergradient(problem, curvature="gauss-newton", damping=mu, tol=1e-4, max_iter=max_iter)
+        reference = "Gauss-Newton + mu, CG (biased)"
+    truth = flatten(h, problem.alpha)
+    with exact_mode():
+        product = gauss_newton(problem)
+        sharpness = largest_eigenvalue(lambda v: product(v) + mu * v, flatten(problem.theta, problem.theta).detach(), iterations=10)
+    facts = {"parameters": sum(p.numel() for p in problem.theta), "gradient_norm": report["gradient_norm"], "mu": mu,
+             "largest_eigenvalue": sharpness, "condition_number": sharpness / mu, "reference": reference,
+             "products": report["products"], "residual": report["residual"]}
+    rows = []
+    for method, setting, call in (
+            [("lower level ignored", "F_a alone", lambda: (problem.gradient(problem.upper())[1:], {"gradients": 1}))] +
+            [("BOME, restarted", f"T = {T}", lambda T=T: settled_bome(problem, T, 1 / sharpness, settle=5)) for T in (1, 3, 10)]):
+        start = time.perf_counter()
+        h, report = call()
+        rows.append({"method": method, "setting": setting, **compare(flatten(h, problem.alpha), truth),
+                     "seconds": time.perf_counter() - start, "gradients": report["gradients"]})
+    return facts, rows
+
+
+def print_table(title, reading, facts, rows, columns):
+    print(f"\n{title}\n{reading}")
+    if facts:
+        print("  " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items()))
+    print("  " + f"{'method':30s}{'setting':14s}" + "".join(f"{c.replace('_', ' '):>16s}" for c in columns))
+    for r in rows:
+        cells = [r.get(c) for c in columns]
+        print("  " + f"{r['method']:30s}{r['setting']:14s}" + "".join(
+            f"{'-' if v is None else f'{v:.2e}' if c == 'relative_error' else f'{v:.4f}' if 'cosine' in c else f'{v:.4g}':>16s}"
+            for c, v in zip(columns, cells)))
+
+
+def plot(rows, path):
+    """Relative error against gradients spent, both problems, as PNG."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("--plot needs the package matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    problems = list(dict.fromkeys(r["problem"] for r in rows))
+    figure, axes = pyplot.subplots(1, len(problems), figsize=(5 * len(problems), 4), sharey=True, squeeze=False)
+    for ax, problem in zip(axes[0], problems):
+        for method in ("exact, CG", "Neumann", "BOME, restarted"):
+            points = [(r["gradients"], r["relative_error"]) for r in rows if (r["method"], r["problem"]) == (method, problem)]
+            ax.loglog(*zip(*points), "o-", label=method)
+        ax.set(title=problem, xlabel="gradients spent")
+    axes[0, 0].set_ylabel("relative error of the alpha direction")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):                              # one sentence, without the usage text
+        raise ValueError(message)
+
+
+def main(argv=None):
+    parser = Parser(description="Every hypergradient against the exact one.")
+    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "llm"])
+    parser.add_argument("--seeds", type=int, default=1, help="problems along whose trajectories directions are compared")
+    parser.add_argument("--steps", type=int, default=150, help="of the persistent surrogate along a trajectory; the others spend as many gradients")
+    parser.add_argument("--model", metavar="DIR", help="of --problem llm: a Hugging Face directory")
+    parser.add_argument("--train", metavar="FILE", help="of --problem llm: questions")
+    parser.add_argument("--json", metavar="PATH", help="write every printed number there")
+    parser.add_argument("--plot", metavar="PNG", help="draw table (b); needs matplotlib")
+    try:
+        args = parser.parse_args(argv)
+        if args.problem == "llm" and not (args.model and args.train):
+            raise ValueError("--problem llm needs --model DIR and --train FILE")
+        if args.seeds < 1 or args.steps < 100:
+            raise ValueError("--seeds must be at least 1 and --steps at least 100")
+        for path in filter(None, (args.json, args.plot)):
+            open(path, "a", encoding="utf-8").close()      # fail before the work, not after it
+        return laboratory(args)
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
+        print(f"bilevel.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nbilevel.py: interrupted", file=sys.stderr)
+        return 130
+
+
+def laboratory(args):
+    columns = ["relative_error", "cosine", "gradients", "seconds"]
+    facts, rows = {}, []
+    if args.problem == "llm":
+        facts["llm"], rows = at_a_language_model(language_model(args.model, args.train), mu=0.1)
+        print_table("A real LLM, LoRA on the attention projections",
+                    "How to read it: errors are to the reference named below, at a point that is only nearly converged.",
+                    facts["llm"], rows, columns)
+    else:
+        torch.set_num_threads(1)                           # tensors this small only lose by sharing
+        make = quadratic if args.problem == "quadratic" else tiny_transformer
+        for name, mu in (("easy", 0.1), ("hard", 0.001)):
+            problem = make(mu)
+            facts[name], here = at_one_point(problem, mu, memory=name == "easy")
+            table_a = [r for r in here if r["setting"] in TABLE_A]
+            print_table(f"(a) One converged point, {name} problem",
+                        "How to read it: a cosine flatters, so look at the relative error, and compare it with ignoring the lower level.",
+                        facts[name], table_a, columns + ["peak_bytes"])
+            print_table(f"(b) Error against work, {name} problem",
+                        "How to read it: T steps are T Neumann terms; a penalty's error falls as 1/lam, the symmetric one's as 1/lam^2.",
+                        {}, here, ["relative_error", "cosine", "gradients"])
+            rows += [{"problem": name, **r} for r in here]
+    if args.problem == "transformer":
+        found = []
+        kinds = (("BOME, restarted", "T = 1", 1), ("BOME, restarted", "T = 10", 10), ("BOME, persistent", "full batch", {}),
+                 ("BOME, persistent", "batches of 16", {"rate": 0.03, "tolerance": 0.5}))
+        for seed in range(args.seeds):
+            for speed in (1e-3, 1e-2):
+                for method, setting, kind in kinds:
+                    problem = tiny_transformer(seed=seed, batch=16 if setting == "batches of 16" else None)
+                    row = {"problem": f"seed {seed}", "method": method, "setting": setting, "speed": speed}
+                    start = time.perf_counter()
+                    try:
+                        row |= along_a_trajectory(problem, Surrogate(**kind) if isinstance(kind, dict) else kind, speed, 3 * args.steps)
+                    except ArithmeticError:                # BOME's theta was driven to where L has no minimum
+                        row |= {"gradients": 3 * args.steps, "cosine": None, "relative_error": None, "lost": True}
+                    found.append({**row, "seconds": time.perf_counter() - start})
+        for speed in (1e-3, 1e-2):
+            print_table(f"(c) Along a trajectory, alpha moving {speed:g} times its direction, {args.seeds} problem(s)",
+                        "How to read it: equal gradients spent; the exact hypergradient is taken at the minimum theta is following, - where there is none.",
+                        {}, [r for r in found if r["speed"] == speed],
+                        ["mean_cosine", "worst_cosine", "relative_error", "gradients", "alpha_path"])
+        rows += found
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as f:
+            json.dump({"problem": facts, "rows": rows, "command": "python bilevel.py " + " ".join(
+                f"--{k} {v}" for k, v in vars(args).items() if v is not None and k not in ("json", "plot", "model", "train"))}, f, indent=1)
+    if args.plot:
+        plot([r for r in rows if r["problem"] in ("easy", "hard")], args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

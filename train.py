@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from bilevel import Bilevel, LogitAdjustment, bome_direction, negative_entropy, parametric_cross_entropy, unflatten
+from bilevel import Bilevel, LogitAdjustment, Parser, bome_direction, negative_entropy, parametric_cross_entropy, unflatten
 from data import IGNORE, Prompter, World, collate, load_mcqa, supervise
 from metrics import evaluate, fit_temperature, reliability_diagram
 from model import Config, Transformer, add_lora
@@ -342,11 +342,6 @@ def run(args):
 # Chosen on development worlds 0 and 1; a real model is larger, so its batches are smaller.
 TOY = {"steps": 200, "batch": 64, "limit": 4000, "world_seed": 100}
 REAL = {"steps": 20, "batch": 8, "limit": 200, "world_seed": 0}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message):                              # one sentence, without the usage text
-        raise ValueError(message)
 
 
 def parse(argv):

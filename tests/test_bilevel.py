@@ -1,13 +1,19 @@
 """bilevel.py against closed forms, finite differences and the cases that must hold."""
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies
 from torch.nn import functional as F
 
 import bilevel
-from bilevel import (Bilevel, LogitAdjustment, bome_direction, conjugate_gradient, exact_hypergradient, exact_mode,
-                     flatten, hvp, negative_entropy, parametric_cross_entropy)
+from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, conjugate_gradient, exact_hypergradient, exact_mode,
+                     flatten, hvp, minimise, negative_entropy, neumann, parametric_cross_entropy, penalty_hypergradient,
+                     unflatten, unrolled_hypergradient)
 from model import Config, Transformer
 
 
@@ -180,31 +186,153 @@ def test_bome_puts_theta_back_when_an_inner_step_fails():
     assert w.item() == 2.0
 
 
+# --- Quadratics, where every answer has a closed form ---------------------------------------------
+
+def quadratic(seed, n=6, m=3, spread=1.0):
+    """L = theta'H theta/2 - theta'C alpha, F = |theta - c|^2/2 + d'alpha: theta* = H^-1 C alpha and
+    dF/dalpha = d + C' H^-1 (theta* - c). Returns the problem at theta*, H and that hypergradient."""
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    Q, _ = torch.linalg.qr(draw(n, n))
+    H = Q @ torch.diag(torch.logspace(-spread / 2, spread / 2, n, dtype=torch.float64)) @ Q.T
+    C, c, d, a = draw(n, m), draw(n), draw(m), draw(m).requires_grad_()
+    with torch.no_grad():
+        w = torch.linalg.solve(H, C @ a).requires_grad_()
+        truth = d + C.T @ torch.linalg.solve(H, w - c)
+    return Bilevel([w], [a], lambda: w @ H @ w / 2 - w @ C @ a, lambda: ((w - c) ** 2).sum() / 2 + d @ a), H, truth
+
+
+@settings(max_examples=50, deadline=None)
+@given(strategies.integers(0, 10 ** 6))
+def test_exact_equals_the_closed_form_on_random_quadratics(seed):
+    problem, H, truth = quadratic(seed)
+    for options in ({"solver": "cg", "tol": 1e-13}, {"solver": "dense"}, {"solver": "neumann", "max_iter": 5000, "tol": 1e-13}):
+        (h,), report = exact_hypergradient(problem, **options)
+        assert relative(h, truth) < 1e-10 and report["gradient_norm"] < 1e-12
+    damped = exact_hypergradient(problem, damping=0.5)[0][0]
+    F_t, F_a = problem.gradient(problem.upper())
+    L_t, _ = problem.gradient(problem.lower(), create_graph=True)
+    v = torch.linalg.solve(H + 0.5 * torch.eye(len(H), dtype=H.dtype), F_t)
+    assert relative(damped, F_a - torch.autograd.grad(L_t, problem.alpha, v)[0]) < 1e-9
+
+
+@settings(max_examples=20, deadline=None)
+@given(strategies.integers(0, 10 ** 6))
+def test_the_penalty_on_quadratics(seed):
+    """Here theta_{+-} = (H +- I/lam)^-1 (C alpha +- c/lam), and both forms follow."""
+    problem, H, truth = quadratic(seed)
+    errors = {symmetric: [relative(penalty_hypergradient(problem, lam, symmetric)[0][0], truth) for lam in (1e2, 1e3)]
+              for symmetric in (False, True)}
+    assert errors[False][1] < 0.15 * errors[False][0] and errors[True][1] < 0.02 * errors[True][0]
+
+
+def test_penalty_with_gradient_steps_starts_and_stops_both_sides_alike():
+    problem, H, truth = quadratic(3)
+    before = problem.theta[0].detach().clone()
+    h, report = penalty_hypergradient(problem, 1e3, symmetric=True, inner_steps=400, inner_lr=0.3)
+    assert relative(h[0], truth) < 1e-2 and torch.equal(problem.theta[0], before) and len(report["gradient_norms"]) == 2
+
+
+def test_case_03_neumann_diverges_with_an_error_that_says_so():
+    H = torch.diag(torch.tensor([1.0, 100.0], dtype=torch.float64))
+    with pytest.raises(ArithmeticError, match=r"diverges: step 0.1 x curvature .* is above 2"):
+        neumann(lambda v: H @ v, torch.ones(2, dtype=torch.float64), step=0.1, terms=100)
+    x, _ = neumann(lambda v: H @ v, torch.ones(2, dtype=torch.float64), step=0.015, terms=3000)
+    torch.testing.assert_close(x, torch.tensor([1.0, 0.01], dtype=torch.float64))
+    H[1, 1] = -1.0
+    x, report = neumann(lambda v: H @ v, torch.tensor([0.1, 1.0], dtype=torch.float64), step=0.1, terms=100)
+    assert report["negative_curvature"] and x.isnan().all()
+
+
+def test_gauss_newton_is_the_hessian_of_a_linear_model():
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 4, dtype=torch.float64), torch.randint(3, (20,))
+    w, a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    loss = lambda z: F.cross_entropy(z + a, y)
+    problem = Bilevel([w], [a], lambda: loss(x @ w), lambda: (w ** 2).sum(), outputs=lambda: x @ w, loss=loss)
+    minimise(problem, lambda: problem.lower() + 0.05 * (w ** 2).sum())
+    pick = dict(solver="cg", damping=0.1, tol=1e-13)
+    with pytest.warns(UserWarning, match="is not small"):
+        a_hessian, a_gn = (exact_hypergradient(problem, curvature=c, **pick)[0][0] for c in ("hessian", "gauss-newton"))
+    assert relative(a_gn, a_hessian) < 1e-9
+    with pytest.raises(ValueError, match="needs a Bilevel with outputs"):
+        exact_hypergradient(quadratic(0)[0], curvature="gauss-newton")
+    for wrong in ({"solver": "magic"}, {"curvature": "magic"}):
+        with pytest.raises(ValueError, match="magic"):
+            exact_hypergradient(quadratic(0)[0], **wrong)
+
+
+def test_case_07_a_parameter_the_lower_loss_does_not_use_is_named():
+    w, unused, a = scalar(1.0), torch.ones(3, dtype=torch.float64, requires_grad=True), scalar(1.0)
+    problem = Bilevel([w, unused], [a], lambda: (w - a) ** 2, lambda: w ** 2)
+    with pytest.raises(ValueError, match=r"does not use theta\[1\], shape \(3,\)"):
+        exact_hypergradient(problem)
+
+
+def test_one_scalar_temperature_has_a_zero_hypergradient_unless_the_lower_level_is_held():
+    """Logits z = theta (free), one temperature, adjusted entropy: theta absorbs any scale, so F cannot change."""
+    torch.manual_seed(0)
+    p = torch.rand(5, 4, dtype=torch.float64).softmax(-1)                  # soft targets: the minimum is finite
+    def problem(mu, adjusted=True):
+        theta = p.log().clone().requires_grad_()
+        log_scale = scalar(0.0)
+        scale = lambda z: log_scale.exp() * z
+        lower = lambda: -(p * scale(theta).log_softmax(-1)).sum(-1).mean() + mu / 2 * (theta ** 2).sum() \
+            + 0.05 * (theta.mean(-1) ** 2).sum()                           # fixes the one direction softmax does not see
+        upper = lambda: negative_entropy(scale(theta) if adjusted else theta)
+        made = Bilevel([theta], [log_scale], lower, upper)
+        assert minimise(made, lower, tol=1e-13) < 1e-12
+        return exact_hypergradient(made, tol=1e-14)[0][0].item(), made.gradient(upper())[1].item()
+    h, F_a = problem(0.0)
+    assert abs(h) < 1e-12 and abs(F_a) > 1e-2                              # what ignoring the lower level would say
+    assert abs(problem(0.0, adjusted=False)[0]) > 1e-2                     # raw entropy sees the scale
+    assert abs(problem(0.01)[0]) > 1e-3                                    # a regulariser brings it back
+
+
+def test_the_persistent_surrogate_finds_the_exact_hypergradient():
+    problem, H, truth = quadratic(1, spread=2.0)
+    surrogate = Surrogate(lam=1e3)
+    before = problem.theta[0].detach().clone()
+    for _ in range(800):
+        _, (h,), report = bome_direction(problem, 1, None, 0, surrogate)
+    assert torch.equal(problem.theta[0], before)                           # the caller moves theta
+    assert report["scale"] == 1.0 and report["residual"] < 1e-8 and relative(h, truth) < 1e-6
+    assert surrogate.sharpness == pytest.approx(torch.linalg.eigvalsh(H)[-1].item(), rel=0.02)
+
+
+def test_the_persistent_surrogate_waits_before_it_moves_alpha():
+    problem, _, _ = quadratic(1)
+    surrogate = Surrogate()
+    scales = [bome_direction(problem, 1, None, 0, surrogate)[2]["scale"] for _ in range(200)]
+    assert scales[:3] == [0.0, 0.0, 0.0] and max(scales) == 1.0
+
+
 # --- The laboratory ------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def laboratory():
     torch.set_num_threads(1)
     problem = bilevel.tiny_transformer()
-    assert bilevel.converge(problem) < 1e-10
-    return problem
+    sharpness = bilevel.sharpness_of(problem)
+    assert bilevel.converge(problem, sharpness) < 1e-10
+    return problem, sharpness
 
 
 def test_exact_equals_finite_differences_of_the_whole_problem(laboratory):
     """Five random directions of alpha: F(alpha, theta*(alpha)) re-solved on both sides."""
-    problem, generator, eps = laboratory, torch.Generator().manual_seed(1), 1e-3
+    (problem, sharpness), generator, eps = laboratory, torch.Generator().manual_seed(1), 1e-3
     h = flatten(exact_hypergradient(problem, "dense")[0], problem.alpha)
     cg = flatten(exact_hypergradient(problem, "cg")[0], problem.alpha)
     assert relative(cg, h) < 1e-8
 
-    def value(step):                                       # F at alpha + step, theta re-converged, alpha put back
-        with torch.no_grad():
-            for p, s in zip(problem.alpha, bilevel.unflatten(step, problem.alpha)):
+    def value(step):                                       # F at alpha + step, theta re-converged, both put back
+        with torch.no_grad(), problem.keep_theta():
+            for p, s in zip(problem.alpha, unflatten(step, problem.alpha)):
                 p += s
-        bilevel.converge(problem, tol=1e-12)
-        F_value = problem.upper().item()
-        with torch.no_grad():
-            for p, s in zip(problem.alpha, bilevel.unflatten(step, problem.alpha)):
+            with torch.enable_grad():
+                assert minimise(problem, problem.lower, tol=1e-13) < 1e-11
+            F_value = problem.upper().item()
+            for p, s in zip(problem.alpha, unflatten(step, problem.alpha)):
                 p -= s
         return F_value
 
@@ -213,3 +341,68 @@ def test_exact_equals_finite_differences_of_the_whole_problem(laboratory):
         # Fourth order: with eps = 1e-3 truncation and rounding both stay near 1e-9.
         slope = (8 * (value(eps * d) - value(-eps * d)) - (value(2 * eps * d) - value(-2 * eps * d))) / (12 * eps)
         assert abs(slope - float(h @ d)) < 1e-8 * float(h.norm())
+
+
+def test_unrolling_at_the_minimum_is_the_neumann_series(laboratory):
+    problem, sharpness = laboratory
+    for T in (1, 10, 50):
+        unrolled = flatten(unrolled_hypergradient(problem, T, 1 / sharpness)[0], problem.alpha)
+        series = flatten(exact_hypergradient(problem, "neumann", max_iter=T, step=1 / sharpness)[0], problem.alpha)
+        assert relative(unrolled, series) < 1e-10
+
+
+def test_penalty_slopes(laboratory):
+    """Error against lam on a log-log scale: -1, and -2 symmetric until, past 1e4, round-off stops it."""
+    problem, _ = laboratory
+    truth = flatten(exact_hypergradient(problem, tol=1e-13)[0], problem.alpha)
+    error = lambda lam, symmetric: relative(flatten(penalty_hypergradient(problem, lam, symmetric)[0], problem.alpha), truth)
+    plain, symmetric = [error(lam, False) for lam in (1e3, 1e4, 1e5)], [error(lam, True) for lam in (1e3, 1e4)]
+    for a, b in zip(plain, plain[1:]):
+        assert math.log10(b / a) == pytest.approx(-1, abs=0.1)
+    assert math.log10(symmetric[1] / symmetric[0]) == pytest.approx(-2, abs=0.2)
+    assert error(1e5, True) < symmetric[1]
+
+
+def test_cg_in_float32(laboratory):
+    problem, _ = laboratory
+    truth = flatten(exact_hypergradient(problem)[0], problem.alpha)
+    tensors = [*problem.theta, *problem.alpha]
+    in_64 = [p.detach().clone() for p in tensors]
+    twin = bilevel.tiny_transformer(dtype=torch.float32)
+    with torch.no_grad():
+        for p, q in zip([*twin.theta, *twin.alpha], in_64):
+            p.copy_(q)
+    h = flatten(exact_hypergradient(twin, tol=1e-7, max_iter=200)[0], twin.alpha)
+    assert h.dtype == torch.float32 and relative(h.double(), truth) < 1e-5
+
+
+def test_persistent_against_restarted_along_a_trajectory():
+    torch.set_num_threads(1)
+    persistent = bilevel.along_a_trajectory(bilevel.tiny_transformer(), Surrogate(), speed=1e-2, budget=900)
+    restarted = bilevel.along_a_trajectory(bilevel.tiny_transformer(), 10, speed=1e-2, budget=900)
+    assert persistent["mean_cosine"] > 0.99 and persistent["worst_cosine"] > 0.95 and persistent["relative_error"] < 0.15
+    assert restarted["mean_cosine"] < 0.95 and restarted["relative_error"] > 1
+
+
+def command(*argv):
+    return subprocess.run([sys.executable, "-W", "ignore", "bilevel.py", *map(str, argv)], cwd=Path(bilevel.__file__).parent,
+                          capture_output=True, text=True)
+
+
+def test_command_on_the_quadratic(tmp_path):
+    done = command("--problem", "quadratic", "--json", tmp_path / "b.json", "--plot", tmp_path / "b.png")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert result["problem"]["easy"]["condition_number"] > 100 and (tmp_path / "b.png").stat().st_size > 10_000
+    assert all({"method", "setting", "relative_error", "cosine", "seconds", "gradients", "peak_bytes"} <= r.keys() for r in result["rows"])
+    cg = [r["relative_error"] for r in result["rows"] if r["method"] == "exact, CG" and r["problem"] == "easy"]
+    assert cg[-1] < 1e-10 < cg[0]
+
+
+@pytest.mark.parametrize("argv, sentence", [
+    (["--problem", "llm"], "--problem llm needs --model"), (["--seeds", "0"], "--seeds must be at least 1"),
+    (["--json", "no/such/folder/b.json"], "no/such/folder"), (["--json", "."], "."), (["--problem", "magic"], "magic"),
+    (["--problem", "llm", "--model", "nowhere", "--train", "none"], "nowhere")])
+def test_command_on_bad_input(argv, sentence):
+    done = command(*argv)
+    assert done.returncode == 2 and sentence in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
