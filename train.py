@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from bilevel import Bilevel, LogitAdjustment, Parser, bome_direction, negative_entropy, parametric_cross_entropy, unflatten
-from data import IGNORE, Prompter, World, collate, load_mcqa, supervise
+from data import IGNORE, Prompter, World, check_disjoint, collate, load_mcqa, question_key, supervise, within_context
 from metrics import evaluate, fit_temperature, reliability_diagram
-from model import Config, Transformer, add_lora
+from model import Config, Transformer, add_lora, save_adapters
 
 # --- The methods, as directions ------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def calm_direction(problem, args):
 
 
 DIRECTIONS = {"ft": ft_direction, "reg": reg_direction, "calm-scalar": calm_direction, "calm": calm_direction}
-METHODS = ["aligned", "ts", *DIRECTIONS]
+METHODS = ["aligned", "ts", *DIRECTIONS, "uniform"]       # uniform: every option alike, what "maximise entropy" wins by
 
 
 # --- The loop they share -------------------------------------------------------------------------
@@ -112,6 +112,14 @@ def fit(task, direction, mode, args, seed, name):
 
 # --- Scoring multiple-choice questions -----------------------------------------------------------
 
+def equal_scores(questions):
+    """Zeros for the options there are, (n, most options), and -inf where a question has fewer."""
+    scores = torch.full((len(questions), max(len(q.options) for q in questions)), -torch.inf, dtype=torch.float64)
+    for i, q in enumerate(questions):
+        scores[i, :len(q.options)] = 0
+    return scores
+
+
 @torch.no_grad()
 def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096):
     """log-probability of every option under softmax(z~), (n, most options); -inf where a question has fewer.
@@ -127,9 +135,7 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
         else:
             jobs += [(i, [j], q.prompt + option[:-1]) for j, option in enumerate(q.options)]
     jobs.sort(key=lambda job: len(job[2]))                 # batches of like lengths waste no padding
-    scores = torch.full((len(questions), max(len(q.options) for q in questions)), -torch.inf, dtype=torch.float64)
-    for i, q in enumerate(questions):
-        scores[i, :len(q.options)] = 0
+    scores = equal_scores(questions)
     with tqdm(total=len(jobs), desc="scoring", leave=False, disable=len(jobs[-1][2]) < 8) as bar:   # not for the toy
         while jobs:
             size = max(1, tokens_at_once // len(jobs[-1][2]))
@@ -217,79 +223,102 @@ def real_task(args, seed):
     """A Hugging Face model and question files: the training file is domain A, every --eval file is tested
     without the questions (by text) that were used to train, to fit T or in the upper level."""
     prompter = Prompter(args.model)
-    key = lambda row: " ".join(row["question"].lower().split())
-    files = {path: load_mcqa(path) for path in dict.fromkeys([args.train, *args.eval])}
+    files = {path: load_mcqa(path, args.skip_bad) for path in dict.fromkeys([args.train, *args.eval])}
     generator = torch.Generator().manual_seed(seed)
 
     def shuffled(rows):
         return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
 
-    unique = shuffled(list({key(row): row for row in files[args.train]}.values()))
-    if len(unique) < 5:
-        raise ValueError(f"{args.train}: {len(unique)} different questions are too few to split")
+    unique = shuffled(list({question_key(row): row for row in files[args.train]}.values()))
     n = len(unique)
+    if n < 5:
+        raise ValueError(f"{args.train}: {n} different questions are too few to split")
     train, heldout, test = unique[:3 * n // 5], unique[3 * n // 5:4 * n // 5][:args.limit], unique[4 * n // 5:][:args.limit]
-    used = {key(row) for row in train + heldout}
+    used = {question_key(row) for row in train + heldout}
     tests = {"id": test}
     for path in args.eval:
-        rows = [row for row in files[path] if key(row) not in used]
+        rows = [row for row in files[path] if question_key(row) not in used]
         if len(rows) < len(files[path]):
             print(f"{path}: {len(files[path]) - len(rows)} rows left out, their questions were trained on")
-        tests[Path(path).name.split(".")[0]] = shuffled(rows)[:args.limit]
-    for domain, rows in tests.items():
+        name = Path(path).name.split(".")[0]
+        if name in tests:
+            raise ValueError(f"{path}: another test set is called {name!r} already")
+        tests[name] = shuffled(rows)[:args.limit]
+    for name, rows in tests.items():
+        check_disjoint(training=train, heldout=heldout, **{f"{name} test": rows})
         if not rows:
-            raise ValueError(f"{domain}: no question is left to evaluate")
+            raise ValueError(f"{name}: no question is left to evaluate")
 
     model = Transformer.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
-    ask = lambda rows, scoring: [prompter.question(row, scoring.split("-")[0]) for row in rows]
-    heldout_prompts = [q.prompt for scoring in args.scoring for q in ask(heldout, scoring)]
-    forms = sorted({scoring.split("-")[0] for scoring in args.scoring})    # "text-sum" and "text-char" train alike
+    context = model.config.max_position_embeddings
+    form_of = lambda scoring: scoring.split("-")[0]                        # "text-sum" and "text-char" ask alike
+
+    def ask(rows, scoring, what):
+        questions, too_long = within_context([prompter.question(row, form_of(scoring)) for row in rows], context)
+        if too_long:
+            print(f"{what}, {scoring}: {too_long} questions left out, longer than the context of {context} tokens")
+        if not questions:
+            raise ValueError(f"{what}: no question fits into the context of {context} tokens")
+        return questions
+
+    heldout = {scoring: ask(heldout, scoring, "held-out") for scoring in args.scoring}
+    tests = [(name, scoring, ask(rows, scoring, name)) for name, rows in tests.items() for scoring in args.scoring]
+    prompts = [q.prompt for questions in heldout.values() for q in questions]
+    forms = sorted({form_of(scoring) for scoring in args.scoring})
 
     def batch(g):
-        picked = [(train[i], forms[i % len(forms)]) for i in torch.randint(len(train), (args.batch,), generator=g).tolist()]
-        questions = [prompter.question(row, form) for row, form in picked]
-        return supervise([(q.prompt, q.options[q.gold]) for q in questions])
+        examples = []
+        while len(examples) < args.batch:                                  # what is longer than the context is drawn again
+            row = train[int(torch.randint(len(train), (), generator=g))]
+            questions, _ = within_context([prompter.question(row, forms[len(examples) % len(forms)])], context)
+            examples += [(q.prompt, q.options[q.gold]) for q in questions]
+        return supervise(examples)
 
     def inputs(g):
-        ids, real = collate([heldout_prompts[i] for i in torch.randint(len(heldout_prompts), (args.batch,), generator=g).tolist()])
-        return ids, real & ~F.pad(real, (0, 1))[:, 1:]   # the last real token: the answer follows it
+        ids, real = collate([prompts[i] for i in torch.randint(len(prompts), (args.batch,), generator=g).tolist()])
+        return ids, real & ~F.pad(real, (0, 1))[:, 1:]                     # the last real token: the answer follows it
 
-    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout)} held-out questions")
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs,
-                {scoring: ask(heldout, scoring) for scoring in args.scoring},
-                [(domain, scoring, ask(rows, scoring)) for domain, rows in tests.items() for scoring in args.scoring])
+    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout[args.scoring[0]])} held-out questions")
+    if args.show_prompt:
+        print(prompter.show(tests[0][2][0]))
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs, heldout, tests)
 
 
 # --- Methods over tasks --------------------------------------------------------------------------
 
 def run_method(task, method, args, seed):
-    """One method on one task: a row of numbers for every test set, and diagrams as text."""
+    """One method on one task: a row of numbers, a diagram as text and the predictions, for every test set."""
     adjustment, temperature = None, {}
     rule = lambda scoring: scoring.split("-")[1] if "-" in scoring else "sum"
+    gold_of = lambda questions: torch.tensor([q.gold for q in questions])
     with torch.no_grad():
         for key, p in task.adapters.items():
             if "lora_B" in key:
                 p.zero_()                                  # the aligned model again
     if method == "ts":
         for scoring, questions in task.heldout.items():
-            scores = score_options(task.model, None, questions, rule(scoring))
-            temperature[scoring] = fit_temperature(scores, torch.tensor([q.gold for q in questions]))
-    elif method != "aligned":
+            temperature[scoring] = fit_temperature(score_options(task.model, None, questions, rule(scoring)), gold_of(questions))
+    elif method in DIRECTIONS:
         mode = "scalar" if method == "calm-scalar" else "vector"
         adjustment, _ = fit(task, DIRECTIONS[method], mode, args, seed, method)
-    rows, diagrams = [], []
+        if args.out and args.model:
+            save_adapters(task.model, Path(args.out) / f"{method}-{seed}", adjustment)
+    rows, diagrams, predictions = [], [], []
     for domain, scoring, questions in task.tests:
-        scores = score_options(task.model, adjustment, questions, rule(scoring)) / temperature.get(scoring, 1.0)
-        p, gold = scores.softmax(-1), torch.tensor([q.gold for q in questions])
-        row = {"method": method, "seed": seed, "domain": domain, "scoring": scoring, **evaluate(p, gold)}
-        if method == "ts":
-            row["temperature"] = temperature[scoring]
-        rows.append(row)
+        if method == "uniform":
+            scores = equal_scores(questions)
+        else:
+            scores = score_options(task.model, adjustment, questions, rule(scoring)) / temperature.get(scoring, 1.0)
+        p, gold = scores.softmax(-1), gold_of(questions)   # (n, most options)
+        about = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}
+        rows.append({**about, **evaluate(p, gold), **({"temperature": temperature[scoring]} if method == "ts" else {})})
         diagrams.append(reliability_diagram(p.max(-1).values, p.argmax(-1) == gold, title=f"{method}, {domain}, {scoring}"))
-    return rows, diagrams
+        predictions += [{**about, "domain": f"{domain}, {scoring}", "id": i, "probabilities": p[i, :len(q.options)].tolist(),
+                         "choice": int(p[i].argmax()), "gold": q.gold} for i, q in enumerate(questions)]
+    return rows, diagrams, predictions
 
 
-COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier"]
+COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier", "auroc"]
 
 
 def table(rows):
@@ -310,10 +339,16 @@ def table(rows):
     return "\n".join(lines)
 
 
-def write_json(path, args, rows):
-    """{"config", "rows"} to `path` in one move, so that a reader never meets half a file."""
+def document(args, rows):
+    """{"config", "rows"} as JSON, which has no NaN: the AUROC of a model that is never wrong is null."""
+    rows = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+    return json.dumps({"config": vars(args), "rows": rows}, indent=1)
+
+
+def write(path, text):
+    """`text` to `path` in one move, so that a reader never meets half a file."""
     partial = Path(f"{path}.partial")
-    partial.write_text(json.dumps({"config": vars(args), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(text + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 
@@ -321,20 +356,21 @@ def run(args):
     make_task = real_task if args.model else toy_task
     if not args.model:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
-    rows = []
+    rows, predictions = [], []
     for seed in range(args.world_seed, args.world_seed + args.seeds):
         task = make_task(args, seed)
         for method in args.methods:
-            new, diagrams = run_method(task, method, args, seed)
-            rows += new
+            new, diagrams, predicted = run_method(task, method, args, seed)
+            rows, predictions = rows + new, predictions + predicted
             if seed == args.world_seed and method in ("aligned", "calm"):
                 print("\n\n".join(["", *diagrams]))
             if args.out:
                 Path(args.out).mkdir(parents=True, exist_ok=True)
-                write_json(Path(args.out) / "results.json", args, rows)
+                write(Path(args.out) / "results.json", document(args, rows))
+                write(Path(args.out) / "predictions.jsonl", "\n".join(map(json.dumps, predictions)))
     print(table(rows))
     if args.json:
-        write_json(args.json, args, rows)
+        write(args.json, document(args, rows))
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -361,12 +397,14 @@ def parse(argv):
     a("--seeds", type=count, default=1, help="how many worlds (toy) or repetitions (real)")
     a("--world-seed", type=size, help=f"the first seed; {TOY['world_seed']} (toy), {REAL['world_seed']} (real)")
     a("--json", metavar="PATH", help="write every printed number there")
-    a("--out", metavar="DIR", help="keep results.json there, renewed after every method")
+    a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
     a("--device", default="cpu", help="cpu, cuda, mps")
     real = parser.add_argument_group("a real model")
     real.add_argument("--model", metavar="DIR", help="a Hugging Face directory of the Llama architecture")
-    real.add_argument("--train", metavar="FILE", help="JSON lines of questions to train on, domain A")
-    real.add_argument("--eval", metavar="FILE", nargs="+", default=[], help="JSON lines of questions to test on")
+    real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
+    real.add_argument("--eval", metavar="FILE", nargs="+", default=[], help="questions to test on")
+    real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
+    real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
     real.add_argument("--scoring", default="letter,text-char", help="any of letter, text-sum, text-token, text-char")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
     real.add_argument("--limit", type=count, help=f"questions a test set; {TOY['limit']} (toy), {REAL['limit']} (real)")

@@ -202,9 +202,15 @@ def test_bad_input_for_a_real_model_is_named_and_nothing_is_written(smollm2, que
 
 def test_a_real_model_through_the_same_loop(smollm2, questions, tmp_path):
     done = command("--model", smollm2, "--train", questions("opentrivia"), "--eval", questions("mmlu"),
-                   "--methods", "aligned,calm", "--steps", 2, "--batch", 2, "--limit", 4, "--dtype", "bfloat16", "--json", tmp_path / "r.json")
+                   "--methods", "aligned,calm", "--steps", 2, "--batch", 2, "--limit", 4, "--dtype", "bfloat16",
+                   "--json", tmp_path / "r.json", "--out", tmp_path / "out", "--show-prompt")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    lines = [json.loads(line) for line in open(tmp_path / "out" / "predictions.jsonl", encoding="utf-8")]
+    assert len(lines) == 4 * len(rows) and (tmp_path / "out" / "calm-0" / "adapter_model.safetensors").exists()
+    again = subprocess.run([sys.executable, "metrics.py", tmp_path / "out" / "predictions.jsonl"], cwd=ROOT, capture_output=True, text=True)
+    assert again.returncode == 0 and "calm" in again.stdout
+    assert "scored tokens" in done.stdout
     assert [(r["method"], r["domain"], r["scoring"]) for r in rows] == [
         (m, d, s) for m in ("aligned", "calm") for d in ("id", "mmlu") for s in ("letter", "text-char")]
     assert all(r["n"] == 4 for r in rows)
