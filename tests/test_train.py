@@ -1,7 +1,9 @@
 """train.py: the loop, the scoring of options, the toy's story and the command line."""
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -161,6 +163,18 @@ def test_json_holds_every_printed_number(tmp_path):
     assert train.table(result["rows"]) in done.stdout
     assert {"n", "accuracy", "conf_ece", "cw_ece", "nll", "brier"} <= result["rows"][0].keys()
     assert result["config"]["steps"] == 3
+
+
+def test_ctrl_c_keeps_what_had_finished(tmp_path):
+    run = subprocess.Popen([sys.executable, "train.py", *QUICK[:4], "--limit", "50", "--steps", "100000", "--methods", "aligned,calm",
+                            "--out", tmp_path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "predictions.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.send_signal(signal.SIGINT)
+    _, err = run.communicate(timeout=60)
+    assert run.returncode == 130 and "interrupted; what had finished is in" in err and "Traceback" not in err
+    assert [r["method"] for r in json.loads((tmp_path / "results.json").read_text())["rows"]] == ["aligned", "aligned"]
 
 
 @pytest.mark.parametrize("argv, sentence", [
