@@ -14,7 +14,6 @@ import dataclasses
 import json
 import math
 import os
-import statistics
 import sys
 from pathlib import Path
 
@@ -22,7 +21,8 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from bilevel import Bilevel, LogitAdjustment, Parser, bome_direction, negative_entropy, parametric_cross_entropy, unflatten
+from bilevel import (Bilevel, LogitAdjustment, Parser, bome_direction, check_output, negative_entropy,
+                     parametric_cross_entropy, unflatten, write)
 from data import IGNORE, Prompter, World, check_disjoint, collate, load_mcqa, question_key, supervise, within_context
 from metrics import evaluate, fit_temperature, reliability_diagram
 from model import Config, Transformer, add_lora, save_adapters
@@ -100,13 +100,16 @@ def fit(task, direction, mode, args, seed, name):
             batch["ids"], batch["targets"] = (x.to(device) for x in task.batch(generator))
             batch["inputs"], batch["mask"] = (x.to(device) for x in task.inputs(generator))
             d_theta, d_alpha, report = direction(problem, args)
-            if not math.isfinite(report["lower"]):
-                raise FloatingPointError(f"{name}: the loss is {report['lower']} at step {step}; try a smaller --lr or --alpha-lr")
+            for key in ("lower", "upper"):
+                if not math.isfinite(report.get(key, 0.0)):
+                    raise FloatingPointError(f"{name}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr")
             for p, d in zip(theta + alpha, d_theta + d_alpha):
                 p.grad = d
             optimizer.step()
             trace.append(report)
             bar.set_postfix({k: f"{v:.3f}" for k, v in report.items()})
+    if not all(p.isfinite().all() for p in theta + alpha):
+        raise FloatingPointError(f"{name}: a parameter is not finite after the last step; try a smaller --lr or --alpha-lr")
     return adjustment, trace
 
 
@@ -257,6 +260,9 @@ def real_task(args, seed):
         questions, too_long = within_context([prompter.question(row, form_of(scoring)) for row in rows], context)
         if too_long:
             print(f"{what}, {scoring}: {too_long} questions left out, longer than the context of {context} tokens")
+        beyond = max((t for q in questions for t in q.prompt + sum(q.options, [])), default=0)
+        if beyond >= model.config.vocab_size:
+            raise ValueError(f"{args.model}: the tokenizer has token {beyond}, the model's vocabulary ends at {model.config.vocab_size - 1}")
         if not questions:
             raise ValueError(f"{what}: no question fits into the context of {context} tokens")
         return questions
@@ -267,11 +273,14 @@ def real_task(args, seed):
     forms = sorted({form_of(scoring) for scoring in args.scoring})
 
     def batch(g):
-        examples = []
+        examples, misses = [], 0
         while len(examples) < args.batch:                                  # what is longer than the context is drawn again
             row = train[int(torch.randint(len(train), (), generator=g))]
-            questions, _ = within_context([prompter.question(row, forms[len(examples) % len(forms)])], context)
-            examples += [(q.prompt, q.options[q.gold]) for q in questions]
+            fitting, too_long = within_context([prompter.question(row, forms[len(examples) % len(forms)])], context)
+            examples += [(q.prompt, q.options[q.gold]) for q in fitting]
+            misses = misses + too_long if too_long else 0
+            if misses == 1000:
+                raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of {context} tokens")
         return supervise(examples)
 
     def inputs(g):
@@ -333,26 +342,21 @@ def table(rows):
             line = f"  {method:14s}"
             for column in COLUMNS:
                 values = [row[column] for row in here if row["method"] == method]
-                spread = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-                line += f"{statistics.mean(values):.3f}{spread}".rjust(17)
+                mean = sum(values) / len(values)           # statistics.mean and stdev know no NaN
+                deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
+                line += (f"{mean:.3f}" + (f" +- {deviation:.3f}" if len(values) > 1 else "")).rjust(17)
             lines.append(line)
     return "\n".join(lines)
 
 
 def document(args, rows):
-    """{"config", "rows"} as JSON, which has no NaN: the AUROC of a model that is never wrong is null."""
-    rows = [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]
+    """{"config", "rows"} as JSON, which knows no NaN and no infinity: both become null."""
+    rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
     return json.dumps({"config": vars(args), "rows": rows}, indent=1)
 
 
-def write(path, text):
-    """`text` to `path` in one move, so that a reader never meets half a file."""
-    partial = Path(f"{path}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-def run(args):
+def run(args, kept):
+    """Every method on every task; `kept` lists the files written so far."""
     make_task = real_task if args.model else toy_task
     if not args.model:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
@@ -368,9 +372,10 @@ def run(args):
                 Path(args.out).mkdir(parents=True, exist_ok=True)
                 write(Path(args.out) / "results.json", document(args, rows))
                 write(Path(args.out) / "predictions.jsonl", "\n".join(map(json.dumps, predictions)))
-    print(table(rows))
-    if args.json:
+                kept[:] = [Path(args.out) / "results.json"]
+    if args.json is not None:
         write(args.json, document(args, rows))
+    print(table(rows))
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -402,7 +407,7 @@ def parse(argv):
     real = parser.add_argument_group("a real model")
     real.add_argument("--model", metavar="DIR", help="a Hugging Face directory of the Llama architecture")
     real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
-    real.add_argument("--eval", metavar="FILE", nargs="+", default=[], help="questions to test on")
+    real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
     real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
     real.add_argument("--scoring", default="letter,text-char", help="any of letter, text-sum, text-token, text-char")
@@ -427,8 +432,8 @@ def parse(argv):
     for name, value in (REAL if args.model else TOY).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    args.methods = METHODS if args.methods == "all" else args.methods.split(",")
-    args.scoring = args.scoring.split(",")
+    args.methods = METHODS if args.methods == "all" else list(dict.fromkeys(args.methods.split(",")))
+    args.scoring = list(dict.fromkeys(args.scoring.split(",")))
     for what, given, known in (("method", args.methods, METHODS),
                                ("scoring", args.scoring, ["letter", "text-sum", "text-token", "text-char"])):
         for name in given:
@@ -438,30 +443,33 @@ def parse(argv):
         raise ValueError("--model needs --train FILE, the questions to train on")
     if not args.model and (args.train or args.eval):
         raise ValueError("--train and --eval need --model DIR")
-    if args.json and not Path(args.json).absolute().parent.is_dir():
-        raise FileNotFoundError(f"--json {args.json}: its folder does not exist")
-    if args.json and Path(args.json).is_dir():
-        raise IsADirectoryError(f"--json {args.json}: is a directory")
-    if args.out and Path(args.out).exists() and not Path(args.out).is_dir():
-        raise NotADirectoryError(f"--out {args.out}: is not a directory")
+    if args.json is not None:
+        check_output(args.json)
+    if args.out is not None:
+        folder = Path(args.out).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not args.out or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise NotADirectoryError(f"--out {args.out}: {folder} is not a directory that can be written")
     try:
-        torch.empty(0, device=args.device)
+        torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
         raise ValueError(f"--device {args.device}: not available here") from None
     return args
 
 
 def main(argv=None):
-    args = None
+    kept = []
     try:
-        args = parse(argv)
-        run(args)
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        run(parse(argv), kept)
+    except (MemoryError, torch.OutOfMemoryError):
+        print("train.py: out of memory; --batch, --limit, --rank and --dtype bfloat16 lower it", file=sys.stderr)
+        return 2
+    except (ValueError, OSError, ImportError, ArithmeticError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = f"; what had finished is in {args.out}/results.json" if args and args.out else ""
-        print(f"\ntrain.py: interrupted{kept}", file=sys.stderr)
+        print("\ntrain.py: interrupted" + "".join(f"; what had finished is in {path}" for path in kept), file=sys.stderr)
         return 130
     return 0
 

@@ -186,9 +186,10 @@ def test_ctrl_c_keeps_what_had_finished(tmp_path):
     (["--device", "tpu9"], "--device tpu9: not available here"),
     (["--model", "nowhere"], "--model needs --train"),
     (["--eval", "x"], "need --model"),
+    (["--json", ""], "is a directory"), (["--device", "meta"], "not available here"),
     (["--json", "no/such/folder/r.json"], "its folder does not exist"),
     (["--json", "."], "is a directory"),
-    (["--out", "train.py"], "is not a directory")])
+    (["--out", "train.py"], "is not a directory"), (["--out", "train.py/x"], "is not a directory")])
 def test_what_is_typed_wrong_gets_one_sentence_and_exit_code_2(argv, sentence):
     done = command(*argv)
     assert done.returncode == 2 and done.stdout == ""
