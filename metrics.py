@@ -490,6 +490,8 @@ def main(argv=None):
     parser.add_argument("--plot", help="write the reliability diagrams here, as PNG")
     args = parser.parse_args(argv)
     try:
+        if not 1 <= args.bins <= 10_000:
+            raise ValueError(f"--bins {args.bins} is not between 1 and 10000")
         rows, panels, diagrams = [], [], []
         for (method, domain), (p, gold) in read_predictions(args.predictions).items():
             panel = f"{method}, {domain}", p.max(1), p.argmax(1) == gold
@@ -504,8 +506,10 @@ def main(argv=None):
             finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
             with open(args.json, "w", encoding="utf-8") as f:
                 json.dump({"rows": [{name: finite(v) for name, v in row.items()} for row in rows]}, f, indent=1)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RecursionError) as error:
         parser.exit(2, f"metrics.py: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "\nmetrics.py: interrupted\n")
     cells = [list(rows[0])] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells)]
     print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))

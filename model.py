@@ -50,6 +50,15 @@ class Config:
     norm_after: bool = False              # normalise a branch's output instead of its input
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if value is None and (field.default is None or field.name in ("num_key_value_heads", "head_dim")):
+                continue
+            if kind is float and type(value) is int:
+                value = float(value)
+            low = 0 if field.name in ("head_dim", "dropout") else 1 if kind is int else -math.inf
+            if type(value) is not kind or kind in (int, float) and not low <= value < math.inf:
+                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -314,8 +323,10 @@ def read_config(directory):
         raise FileNotFoundError(f"{directory}: no such directory")
     path = directory / "config.json"
     raw = read_json(path)
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: not a JSON object")
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(f"{path}: model_type {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
     for key in REQUIRED:
         if raw.get(key) is None:
@@ -329,7 +340,10 @@ def read_config(directory):
     values = ARCHITECTURES[kind] | {key: value for key, value in raw.items() if key in known}
     values.setdefault("num_key_value_heads", None)
     # transformers 4 writes rope_theta and rope_scaling, transformers 5 one dict rope_parameters.
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"{path}: rope_scaling {rope!r} is not an object")
+    rope = dict(rope)
     rope.setdefault("rope_type", rope.get("type", "default"))
     values["rope_theta"] = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10_000.0
     values["rope_scaling"] = rope
@@ -345,7 +359,7 @@ def read_config(directory):
         values["sliding_window"] = None
     try:
         return Config(**values)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -387,22 +401,25 @@ def read_safetensors(path):
             raise ValueError(f"{path}: not a safetensors file, or cut short")
         try:
             header = json.loads(f.read(length))
-        except ValueError:
-            raise ValueError(f"{path}: not a safetensors file: its header is not JSON") from None
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, end = (8 + length + offset for offset in entry["data_offsets"])
+            header.pop("__metadata__", None)
+            entries = [(name, e["dtype"], [int(n) for n in e["shape"]], *(8 + length + n for n in e["data_offsets"]))
+                       for name, e in header.items()]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ValueError(f"{path}: not a safetensors file: its header is malformed") from None
+        for name, kind, shape, start, end in entries:
+            if min([start - 8 - length, end - start, *shape]) < 0:
+                raise ValueError(f"{path}: {name!r} has a negative offset or size")
             if end > size:
                 raise ValueError(f"{path}: cut short: {name!r} ends at byte {end} of {size}")
-            if entry["dtype"] not in DTYPES:
-                raise ValueError(f"{path}: {name!r} has dtype {entry['dtype']}, which is not supported")
-            dtype = DTYPES[entry["dtype"]]
-            if math.prod(entry["shape"]) * dtype.itemsize != end - start:
-                raise ValueError(f"{path}: {name!r} has {end - start} bytes, not what its shape {entry['shape']} implies")
+            if kind not in DTYPES:
+                raise ValueError(f"{path}: {name!r} has dtype {kind}, which is not supported")
+            dtype = DTYPES[kind]
+            if math.prod(shape) * dtype.itemsize != end - start:
+                raise ValueError(f"{path}: {name!r} has {end - start} bytes, not what its shape {shape} implies")
             buffer = bytearray(end - start)
             f.seek(start)
             f.readinto(buffer)
-            yield name, torch.frombuffer(buffer, dtype=dtype).view(entry["shape"])
+            yield name, torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 # --- A 4-bit base --------------------------------------------------------------------------------
