@@ -352,7 +352,8 @@ def table(rows):
 def document(args, rows):
     """{"config", "rows"} as JSON, which knows no NaN and no infinity: both become null."""
     rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
-    return json.dumps({"config": vars(args), "rows": rows}, indent=1)
+    config = {k: v for k, v in vars(args).items() if k not in ("json", "out")}
+    return json.dumps({"config": config, "rows": rows}, indent=1)
 
 
 def run(args, kept):

@@ -73,6 +73,30 @@ def test_case_27_a_batch_with_every_label_masked_is_zero_and_not_nan():
     assert loss.item() == 0 and z.grad.abs().sum() == 0
 
 
+def test_half_precision_logits_are_summed_in_float32():
+    torch.manual_seed(0)
+    z, targets = torch.randn(4, 50_000).bfloat16(), torch.arange(4)
+    adjustment = LogitAdjustment(50_000, mode="scalar")
+    with torch.no_grad():
+        adjustment.log_scale.fill_(0.003)
+    torch.testing.assert_close(parametric_cross_entropy(z, targets), F.cross_entropy(z.float(), targets))
+    torch.testing.assert_close(parametric_cross_entropy(z, targets, adjustment), F.cross_entropy(z.float() * math.exp(0.003), targets))
+    torch.testing.assert_close(negative_entropy(z), negative_entropy(z.float()))
+
+
+def test_entropy_with_no_position_with_integer_masks_and_with_impossible_items():
+    z = torch.randn(2, 3, 7, requires_grad=True)
+    assert negative_entropy(z, mask=torch.zeros(2, 3, dtype=torch.bool)).item() == 0
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    torch.testing.assert_close(negative_entropy(z, mask=mask), negative_entropy(z[mask.bool()]))
+    possible = z.detach()[..., :5]
+    padded = torch.cat([possible, torch.full((2, 3, 2), -torch.inf)], -1).requires_grad_()
+    loss = negative_entropy(padded)
+    loss.backward()
+    torch.testing.assert_close(loss, negative_entropy(possible))
+    assert padded.grad.isfinite().all()
+
+
 # --- The exact hypergradient ---------------------------------------------------------------------
 
 def test_case_01_exact_differs_from_ignoring_the_lower_level():
@@ -242,6 +266,43 @@ def test_case_03_neumann_diverges_with_an_error_that_says_so():
     H[1, 1] = -1.0
     x, report = neumann(lambda v: H @ v, torch.tensor([0.1, 1.0], dtype=torch.float64), step=0.1, terms=100)
     assert report["negative_curvature"] and x.isnan().all()
+
+
+def test_what_an_exact_solve_cannot_give_is_said():
+    problem, H, truth = quadratic(0, n=20, spread=4.0)
+    with pytest.warns(UserWarning, match="CG stopped after max_iter = 3 products"):
+        exact_hypergradient(problem, max_iter=3)
+    for step in (0, -0.1, float("nan")):
+        with pytest.raises(ValueError, match="positive step"):
+            exact_hypergradient(problem, "neumann", step=step)
+    t, a = scalar(2.0), scalar(2.0)
+    flat = Bilevel([t], [a], lambda: (t - a) ** 4, lambda: t ** 2)         # no curvature at the minimum
+    for solver in ("cg", "neumann", "dense"):
+        with pytest.warns(UserWarning, match="negative curvature here, or none"):
+            (h,), report = exact_hypergradient(flat, solver)
+        assert report["negative_curvature"] and h.isnan()
+    with pytest.raises(ArithmeticError, match="curvature 0.0"):
+        bome_direction(Bilevel([t], [a], lambda: t * a, lambda: t ** 2), 1, None, 0, Surrogate())
+    with pytest.raises(ValueError, match="not finite"):
+        exact_hypergradient(Bilevel([t], [a], lambda: (t - a) ** 2, lambda: t * float("nan")))
+    constant = Bilevel([t], [a], lambda: torch.tensor(1.0), lambda: t * a)
+    with pytest.raises(ValueError, match=r"does not use theta\[0\]"):
+        exact_hypergradient(constant)
+    with pytest.raises(ValueError, match="neither theta nor alpha"):
+        bome_direction(constant, 1, 0.1, 0.5)
+    with pytest.raises(ValueError, match="lam must be positive"):
+        penalty_hypergradient(problem, 0.0)
+
+
+def test_an_upper_loss_without_theta_has_its_own_gradient_only():
+    t, a = scalar(3.0), scalar(3.0)
+    problem = Bilevel([t], [a], lambda: (t - a) ** 2 / 2, lambda: a ** 2)
+    for solver in ("cg", "neumann", "dense"):
+        (h,), report = exact_hypergradient(problem, solver)
+        assert h.item() == pytest.approx(6.0)
+    surrogate = Surrogate(lam=1024.0)
+    moves = [bome_direction(problem, 1, None, 0, surrogate)[1][0].item() for _ in range(4)]
+    assert moves[1:] == pytest.approx([6.0] * 3)
 
 
 def test_gauss_newton_is_the_hessian_of_a_linear_model():

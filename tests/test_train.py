@@ -151,6 +151,22 @@ def test_case_27_the_first_non_finite_loss_stops_the_run_with_its_step(toy):
         train.fit(task, broken, "vector", args, 0, "broken")
 
 
+def test_a_table_of_numbers_that_are_not_all_finite():
+    row = {"domain": "id", "scoring": "letter", "method": "ft", "n": 2, "accuracy": 1.0, "conf_ece": 0.1, "cw_ece": 0.1,
+           "nll": float("inf"), "brier": 0.1, "auroc": float("nan")}
+    text = train.table([row, {**row, "auroc": 0.5}])
+    assert "nan +- nan" in text and "1.000 +- 0.000" in text
+    args = train.parse([])
+    saved = json.loads(train.document(args, [row]), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert saved["rows"][0]["nll"] is None and saved["rows"][0]["auroc"] is None
+
+
+def test_what_is_named_twice_counts_once_and_eval_adds_up():
+    args = train.parse(["--model", "m", "--train", "t", "--eval", "a", "--eval", "b", "c", "--methods", "aligned,aligned",
+                        "--scoring", "letter,letter"])
+    assert args.eval == ["a", "b", "c"] and args.methods == ["aligned"] and args.scoring == ["letter"]
+
+
 # --- The command line ----------------------------------------------------------------------------
 
 def test_json_holds_every_printed_number(tmp_path):
