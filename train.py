@@ -242,7 +242,7 @@ def real_task(args, seed):
     for path in args.eval:
         rows = [row for row in files[path] if question_key(row) not in used]
         if len(rows) < len(files[path]):
-            print(f"{path}: {len(files[path]) - len(rows)} rows left out, their questions were trained on")
+            print(f"{path}: {len(files[path]) - len(rows)} rows left out, their questions are among the training or held-out ones")
         name = Path(path).name.split(".")[0]
         if name in tests:
             raise ValueError(f"{path}: another test set is called {name!r} already")
@@ -289,7 +289,8 @@ def real_task(args, seed):
 
     print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout[args.scoring[0]])} held-out questions")
     if args.show_prompt:
-        print(prompter.show(tests[0][2][0]))
+        for name, scoring, questions in tests[:len(args.scoring)]:
+            print(f"\n{name}, {scoring} scoring\n{prompter.show(questions[0])}")
     return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs, heldout, tests)
 
 
@@ -406,14 +407,14 @@ def parse(argv):
     a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
     a("--device", default="cpu", help="cpu, cuda, mps")
     real = parser.add_argument_group("a real model")
-    real.add_argument("--model", metavar="DIR", help="a Hugging Face directory of the Llama architecture")
+    real.add_argument("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
     real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
     real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
     real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
     real.add_argument("--scoring", default="letter,text-char", help="any of letter, text-sum, text-token, text-char")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
-    real.add_argument("--limit", type=count, help=f"questions a test set; {TOY['limit']} (toy), {REAL['limit']} (real)")
+    real.add_argument("--limit", type=count, help=f"questions a test set, and held out; {TOY['limit']} (toy), {REAL['limit']} (real)")
     train = parser.add_argument_group("training")
     train.add_argument("--steps", type=count, help=f"of every method that trains; {TOY['steps']} (toy), {REAL['steps']} (real)")
     train.add_argument("--batch", type=count, help=f"examples a step; {TOY['batch']} (toy), {REAL['batch']} (real)")

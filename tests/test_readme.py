@@ -26,6 +26,23 @@ def test_the_laboratory_table_is_the_committed_result():
             assert f"{error:.1e}" == printed
 
 
+def trajectory_table(rows):
+    """The README's summary of the trajectories, over all problems, from the rows of bilevel.json."""
+    lines = ["| surrogate | alpha's step | mean cosine | worst cosine | mean relative error | minimum lost |", "|---|---|---|---|---|---|"]
+    rows = [r for r in rows if r["problem"].startswith("seed")]
+    for method, setting, speed in dict.fromkeys((r["method"], r["setting"], r["speed"]) for r in sorted(rows, key=lambda r: r["speed"])):
+        here = [r for r in rows if (r["method"], r["setting"], r["speed"]) == (method, setting, speed)]
+        mean = lambda key: sum(r[key] for r in here) / len(here)
+        lost = sum(r["lost_at"] is not None for r in here)
+        lines.append(f"| {method.split(', ')[1]}, {setting} | {speed:g} | {mean('mean_cosine'):.3f} | {min(r['worst_cosine'] for r in here):.3f} | "
+                     f"{mean('relative_error'):.2f} | {lost} of {len(here)} |")
+    return "\n".join(lines)
+
+
+def test_the_trajectory_table_is_the_committed_result():
+    assert trajectory_table(json.loads((RESULTS / "bilevel.json").read_text())["rows"]) in README
+
+
 def test_the_toy_tables_are_the_committed_results():
     import train
     for name in ("toy", "toy_five_worlds"):
