@@ -424,6 +424,15 @@ def test_penalty_slopes(laboratory):
     assert error(1e5, True) < symmetric[1]
 
 
+def test_penalty_slopes_over_the_whole_range_on_the_quadratic():
+    problem = bilevel.quadratic()
+    bilevel.converge(problem, bilevel.sharpness_of(problem), tol=1e-14)
+    truth = flatten(exact_hypergradient(problem, tol=1e-14)[0], problem.alpha)
+    for symmetric, slope, tolerance in ((False, -1, 0.1), (True, -2, 0.2)):
+        errors = [relative(flatten(penalty_hypergradient(problem, lam, symmetric)[0], problem.alpha), truth) for lam in (1e3, 1e4, 1e5)]
+        assert all(math.log10(b / a) == pytest.approx(slope, abs=tolerance) for a, b in zip(errors, errors[1:]))
+
+
 def test_cg_in_float32(laboratory):
     problem, _ = laboratory
     truth = flatten(exact_hypergradient(problem)[0], problem.alpha)
