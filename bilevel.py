@@ -582,6 +582,7 @@ def converge(problem, sharpness, tol=1e-10):
 
 
 def sharpness_of(problem):
+    """Largest eigenvalue of L_tt here; 1 / it is a safe gradient step."""
     with exact_mode():
         L_t = lower_gradient(problem)
         return largest_eigenvalue(lambda v: hvp(L_t, problem.theta, v), L_t.detach())
@@ -760,6 +761,7 @@ def at_a_language_model(problem, mu, max_iter=60):
 
 
 def print_table(title, reading, facts, rows, columns):
+    """A title, one line on how to read it, the facts about the point, and the rows in columns."""
     print(f"\n{title}\n{reading}")
     if facts:
         print("  " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items()))
@@ -793,7 +795,9 @@ def plot(rows, path):
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):                              # one sentence, without the usage text
+    """argparse whose errors are exceptions: main() says them in one sentence and exits with 2."""
+
+    def error(self, message):
         raise ValueError(message)
 
 
@@ -819,6 +823,7 @@ def write(path, text):
 
 
 def main(argv=None):
+    """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     parser = Parser(description="Every hypergradient against the exact one.")
     parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "llm"])
     parser.add_argument("--seeds", type=int, default=1, help="problems along whose trajectories directions are compared")
@@ -848,6 +853,7 @@ def main(argv=None):
 
 
 def laboratory(args):
+    """Run the problems asked for, print their tables, write --json and --plot."""
     warnings.simplefilter("ignore")                        # the tables show what the warnings warn of
     columns = ["relative_error", "cosine", "gradients", "seconds"]
     facts, rows = {}, []

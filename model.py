@@ -128,6 +128,8 @@ def rotate(x, cos, sin):
 
 
 class Attention(nn.Module):
+    """Causal self-attention; several query heads may share a key and value head (Ainslie et al., 2023, arXiv 2305.13245)."""
+
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
@@ -187,6 +189,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer: attention, then MLP, each added to the residual stream."""
+
     def __init__(self, config, layer):
         super().__init__()
         norm = lambda: RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -388,6 +388,7 @@ REAL = {"steps": 20, "batch": 8, "limit": 200, "world_seed": 0}
 
 
 def parse(argv):
+    """Command line -> args, every value checked; ValueError or OSError says what is wrong."""
     def at_least(low, kind):
         def convert(text):
             value = kind(text)
@@ -461,6 +462,7 @@ def parse(argv):
 
 
 def main(argv=None):
+    """Run, and turn what can go wrong outside the code into one sentence and an exit code: 2, or 130 for Ctrl-C."""
     kept = []
     try:
         run(parse(argv), kept)
