@@ -381,7 +381,7 @@ def laboratory():
 
 def test_exact_equals_finite_differences_of_the_whole_problem(laboratory):
     """Five random directions of alpha: F(alpha, theta*(alpha)) re-solved on both sides."""
-    (problem, sharpness), generator, eps = laboratory, torch.Generator().manual_seed(1), 1e-3
+    (problem, _), generator, eps = laboratory, torch.Generator().manual_seed(1), 1e-3
     h = flatten(exact_hypergradient(problem, "dense")[0], problem.alpha)
     cg = flatten(exact_hypergradient(problem, "cg")[0], problem.alpha)
     assert relative(cg, h) < 1e-8

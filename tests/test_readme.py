@@ -11,9 +11,12 @@ RESULTS = ROOT / "tests" / "results"
 def test_every_python_example_runs(capsys):
     examples = re.findall(r"```python\n(.*?)```", README, re.S)
     assert examples
+    names = {}
     for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
+        exec(compile(example, "README.md", "exec"), names)
     assert "products" in capsys.readouterr().out
+    exact, first_order = names["exact"], names["first_order"]
+    assert f"{float(100 * (first_order - exact).norm() / exact.norm()):.2f} %" in README
 
 
 def test_the_laboratory_table_is_the_committed_result():

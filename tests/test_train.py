@@ -11,7 +11,7 @@ import torch
 
 import train
 from data import Question, World
-from model import Config, Transformer, add_lora
+from model import Config, Transformer
 
 ROOT = Path(train.__file__).parent
 QUICK = ["--pretrain-steps", "20", "--dpo-steps", "5", "--steps", "3", "--limit", "50"]
