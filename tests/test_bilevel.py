@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 from torch.nn import functional as F
 
 import bilevel
-from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, conjugate_gradient, exact_hypergradient, exact_mode,
+from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, conjugate_gradient, exact_hypergradient, exact_mode,
                      flatten, hvp, minimise, negative_entropy, neumann, parametric_cross_entropy, penalty_hypergradient,
                      unflatten, unrolled_hypergradient)
 from model import Config, Transformer
@@ -95,6 +95,33 @@ def test_entropy_with_no_position_with_integer_masks_and_with_impossible_items()
     loss.backward()
     torch.testing.assert_close(loss, negative_entropy(possible))
     assert padded.grad.isfinite().all()
+
+
+def test_chunked_losses_equal_the_plain_ones():
+    """Value, gradients by theta and alpha, and a Hessian-vector product; 50 positions in chunks of 16."""
+    torch.manual_seed(0)
+    hidden, W, y = torch.randn(50, 6).double(), torch.randn(6, 11).double(), torch.randint(11, (50,))
+    hidden, W, adjustment = hidden.requires_grad_(), W.requires_grad_(), LogitAdjustment(11).double()
+    tensors = [hidden, W, *adjustment.parameters()]
+    def derivatives(value):
+        g = flatten(torch.autograd.grad(value, tensors, create_graph=True), tensors)
+        v = torch.linspace(-1, 1, len(g), dtype=g.dtype)
+        return value, g, hvp(g, tensors, v), hvp(g, tensors, -v)           # twice: the graph is kept
+    head = lambda h: h @ W
+    for loss, labels in ((lambda z, y: parametric_cross_entropy(z, y, adjustment, label_smoothing=0.1), [y]),
+                         (lambda z: negative_entropy(z, adjustment), [])):
+        plain = derivatives(loss(head(hidden), *labels))
+        for a, b in zip(derivatives(chunked(loss, head, hidden, *labels, chunk=16)), plain):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+        assert chunked(loss, head, hidden[:0], *(part[:0] for part in labels)).item() == 0
+
+
+def test_chunked_losses_need_the_memory_of_a_chunk():
+    hidden, head, y = torch.randn(512, 8, requires_grad=True), torch.nn.Linear(8, 8000), torch.randint(8000, (512,))
+    adjustment = LogitAdjustment(8000)
+    for loss, labels in ((lambda z, y: parametric_cross_entropy(z, y, adjustment), [y]), (lambda z: negative_entropy(z, adjustment), [])):
+        plain = bilevel.peak_bytes(lambda: loss(head(hidden), *labels).backward())
+        assert bilevel.peak_bytes(lambda: chunked(loss, head, hidden, *labels, chunk=64).backward()) < plain / 4
 
 
 # --- The exact hypergradient ---------------------------------------------------------------------
@@ -412,25 +439,38 @@ def test_unrolling_at_the_minimum_is_the_neumann_series(laboratory):
         assert relative(unrolled, series) < 1e-10
 
 
-def test_penalty_slopes(laboratory):
-    """Error against lam on a log-log scale: -1, and -2 symmetric until, past 1e4, round-off stops it."""
-    problem, _ = laboratory
-    truth = flatten(exact_hypergradient(problem, tol=1e-13)[0], problem.alpha)
-    error = lambda lam, symmetric: relative(flatten(penalty_hypergradient(problem, lam, symmetric)[0], problem.alpha), truth)
-    plain, symmetric = [error(lam, False) for lam in (1e3, 1e4, 1e5)], [error(lam, True) for lam in (1e3, 1e4)]
-    for a, b in zip(plain, plain[1:]):
-        assert math.log10(b / a) == pytest.approx(-1, abs=0.1)
-    assert math.log10(symmetric[1] / symmetric[0]) == pytest.approx(-2, abs=0.2)
-    assert error(1e5, True) < symmetric[1]
-
-
-def test_penalty_slopes_over_the_whole_range_on_the_quadratic():
-    problem = bilevel.quadratic()
-    bilevel.converge(problem, bilevel.sharpness_of(problem), tol=1e-14)
+def slopes(problem, symmetric):
+    """Of the penalty's error against lam, both logarithmic, between 1e3, 1e4 and 1e5."""
     truth = flatten(exact_hypergradient(problem, tol=1e-14)[0], problem.alpha)
-    for symmetric, slope, tolerance in ((False, -1, 0.1), (True, -2, 0.2)):
-        errors = [relative(flatten(penalty_hypergradient(problem, lam, symmetric)[0], problem.alpha), truth) for lam in (1e3, 1e4, 1e5)]
-        assert all(math.log10(b / a) == pytest.approx(slope, abs=tolerance) for a, b in zip(errors, errors[1:]))
+    errors = [relative(flatten(penalty_hypergradient(problem, lam, symmetric)[0], problem.alpha), truth) for lam in (1e3, 1e4, 1e5)]
+    return [math.log10(b / a) for a, b in zip(errors, errors[1:])]
+
+
+@pytest.mark.parametrize("make", [lambda: bilevel.tiny_transformer(unseen=True), bilevel.quadratic], ids=["transformer", "quadratic"])
+def test_penalty_slopes(make):
+    problem = make()
+    bilevel.converge(problem, bilevel.sharpness_of(problem), tol=1e-14)
+    assert slopes(problem, symmetric=False) == pytest.approx([-1, -1], abs=0.1)
+    assert slopes(problem, symmetric=True) == pytest.approx([-2, -2], abs=0.2)
+
+
+def test_a_penalty_without_a_minimum_is_an_error():
+    """L - F / lam of the hard quadratic is flat in one direction at lam = 1 / mu and falls without end below it."""
+    problem = bilevel.quadratic(mu=0.001)
+    bilevel.converge(problem, bilevel.sharpness_of(problem))
+    truth = flatten(exact_hypergradient(problem, "dense")[0], problem.alpha)
+    for lam in (300.0, 1e3):
+        with pytest.raises(ArithmeticError, match=rf"L - F / lam at lam = {lam:g}: no minimum"):
+            penalty_hypergradient(problem, lam, symmetric=True)
+    assert relative(flatten(penalty_hypergradient(problem, 2e3, symmetric=True)[0], problem.alpha), truth) < 0.01
+    t, a = torch.ones(3, dtype=torch.float64, requires_grad=True), scalar(1.0)
+    for upper in (lambda: (t ** 2).sum(), lambda: t.sum() * a):
+        for symmetric in (False, True):
+            with pytest.raises(ArithmeticError, match="no minimum"):       # L is linear in theta
+                penalty_hypergradient(Bilevel([t], [a], lambda: a * t.sum(), upper), 1e3, symmetric)
+            assert torch.equal(t, torch.ones_like(t))
+    row, = bilevel.measure(problem, [("symmetric penalty", "lam", lambda: penalty_hypergradient(problem, 300, True))], truth)
+    assert row["relative_error"] is None
 
 
 def test_cg_in_float32(laboratory):
@@ -444,6 +484,29 @@ def test_cg_in_float32(laboratory):
             p.copy_(q)
     h = flatten(exact_hypergradient(twin, tol=1e-7, max_iter=200)[0], twin.alpha)
     assert h.dtype == torch.float32 and relative(h.double(), truth) < 1e-5
+
+
+def test_the_surrogate_of_mini_batches_is_that_of_their_mean():
+    """Four batches of 16 and one of all 64 rows, alpha held: the same v, h and direction of theta, call by call."""
+    whole, parts = bilevel.tiny_transformer(), bilevel.tiny_transformer(batch=16)
+    one, four = Surrogate(), Surrogate(batches=4)
+    for problem in (whole, parts):
+        bilevel.converge(problem, bilevel.sharpness_of(problem))
+    for _ in range(30):
+        d_whole = bome_direction(whole, 1, None, 0, one)
+        for _ in range(4):
+            parts.draw()
+            d_parts = bome_direction(parts, 1, None, 0, four)
+            if not d_parts[2]["complete"]:
+                assert not any(d.any() for d in d_parts[0])
+        four.sharpness, four.sharpest = one.sharpness, one.sharpest        # its first guess came from one batch
+    assert d_parts[2]["complete"] and relative(four.shift, one.shift) < 1e-6
+    assert relative(d_parts[2]["direction"], d_whole[2]["direction"]) < 1e-6
+
+
+def test_persistent_with_mini_batches_along_a_trajectory():
+    found = bilevel.along_a_trajectory(bilevel.tiny_transformer(batch=16), Surrogate(batches=4), speed=1e-2, budget=2400)
+    assert found["mean_cosine"] > 0.99 and found["worst_cosine"] > 0.95 and found["relative_error"] < 0.15
 
 
 def test_persistent_against_restarted_along_a_trajectory():
