@@ -720,25 +720,23 @@ def along_a_trajectory(problem, kind, speed, budget, looks=3):
     are spent; the direction is compared with the exact hypergradient at the minimum that theta is
     following, at `looks` places. kind: BOME's T, or a Surrogate."""
     persistent = isinstance(kind, Surrogate)
-    minibatch = persistent and kind.batches > 1
     cost = 3 if persistent else kind + 1.33
     steps, found, velocity, moved, lost_at = int(budget / cost), [], 0.0, 0.0, None
     sharpness = sharpness_of(problem)
     converge(problem, sharpness, tol=1e-6)
     for step in range(steps):
-        if minibatch:
-            problem.draw()                                 # the budget then counts gradients of a mini-batch
+        problem.draw()                                     # the budget counts gradients of what it draws
         d_theta, d_alpha, report = bome_direction(problem, kind, 1 / sharpness, 0.5, kind if persistent else None)
         d_theta, d_alpha = flatten(d_theta, problem.theta), flatten(d_alpha, problem.alpha)
-        if persistent:
-            sharpness = kind.sharpness or sharpness
-        if report.get("complete", True):
-            velocity = kind.momentum * velocity - d_theta / sharpness if persistent else -d_theta / (sharpness * max(1.0, report["lam"]))
+        if not persistent:
+            problem.move_theta(-d_theta / (sharpness * max(1.0, report["lam"])))
+        elif report["complete"]:
+            sharpness = kind.sharpness
+            velocity = kind.momentum * velocity - d_theta / sharpness
             problem.move_theta(velocity)
         moving = report.get("scale", 1.0) > 0
         if moving and len(found) <= (step + 1) * looks // steps:           # at once when alpha first moves, then evenly
-            if minibatch:
-                problem.draw(every=True)
+            problem.draw(every=True)
             try:
                 with problem.keep_theta():
                     converge(problem, sharpness, tol=1e-7)
@@ -938,8 +936,8 @@ def laboratory(args):
                     {}, here, ["relative_error", "cosine"])
         rows += [{"problem": "unseen", **r} for r in here]
         found = []
-        kinds = (("BOME, restarted", "T = 1", 1), ("BOME, restarted", "T = 10", 10), ("BOME, persistent", "full batch", {}),
-                 ("BOME, persistent", "batches of 16", {"batches": 4}))
+        kinds = (("BOME, restarted", "T = 1", lambda: 1), ("BOME, restarted", "T = 10", lambda: 10), ("BOME, persistent", "full batch", Surrogate),
+                 ("BOME, persistent", "batches of 16", lambda: Surrogate(batches=4)))
         for seed in range(args.seeds):
             for speed in (1e-3, 1e-2):
                 for method, setting, kind in kinds:
@@ -948,12 +946,12 @@ def laboratory(args):
                     start = time.perf_counter()
                     # Of mini-batches it takes four to move v, and v settles in some 80 moves.
                     steps = max(400, args.steps) if setting == "batches of 16" else args.steps
-                    row |= along_a_trajectory(problem, Surrogate(**kind) if isinstance(kind, dict) else kind, speed,
-                                              budget=3 * steps, looks=max(3, steps // 333))
+                    row |= along_a_trajectory(problem, kind(), speed, budget=3 * steps, looks=max(3, steps // 333))
                     found.append({**row, "seconds": time.perf_counter() - start})
         for speed in (1e-3, 1e-2):
             print_table(f"(c) Along a trajectory, alpha moving {speed:g} times its direction, {args.seeds} problem(s)",
-                        "How to read it: equal gradients spent; the exact one is taken at the minimum theta follows, until, at step \"lost at\", there is none.",
+                        "How to read it: equal gradients spent (with batches of 16, of a batch); the exact one is taken at the minimum\n"
+                        "theta follows, until, at step \"lost at\", there is none.",
                         {}, [r for r in found if r["speed"] == speed],
                         ["mean_cosine", "worst_cosine", "relative_error", "alpha_path", "lost_at"])
         rows += found

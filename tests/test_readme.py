@@ -29,6 +29,18 @@ def test_the_laboratory_table_is_the_committed_result():
             assert f"{error:.1e}" == printed
 
 
+def penalty_table(rows):
+    """The README's errors of both penalties where F looks at questions that L does not hold, against lam."""
+    rows = {(r["method"], r["setting"]): r["relative_error"] for r in rows if r["problem"] == "unseen"}
+    methods, settings = (list(dict.fromkeys(key[i] for key in rows)) for i in (0, 1))
+    return "\n".join(["| | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|",
+                      *(f"| {m} | " + " | ".join(f"{rows[m, s]:.1e}" for s in settings) + " |" for m in methods)])
+
+
+def test_the_penalty_table_is_the_committed_result():
+    assert penalty_table(json.loads((RESULTS / "bilevel.json").read_text())["rows"]) in README
+
+
 def trajectory_table(rows):
     """The README's summary of the trajectories, over all problems, from the rows of bilevel.json."""
     lines = ["| surrogate | alpha's step | mean cosine | worst cosine | mean relative error | minimum lost |", "|---|---|---|---|---|---|"]
