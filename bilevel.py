@@ -396,7 +396,7 @@ def penalty_hypergradient(problem, lam, symmetric=False, tol=1e-14, inner_steps=
         raise ValueError("inner_steps needs an inner_lr")
     report, at = {"gradient_norms": []}, []
     for sign in ((1, -1) if symmetric else (1, 0)):
-        objective = lambda: problem.lower() + sign / lam * problem.upper()
+        objective = lambda: problem.lower() + sign / lam * problem.upper() if sign else problem.lower()
         with problem.keep_theta():
             for _ in range(inner_steps or 0):
                 problem.move_theta(-inner_lr * problem.gradient(objective())[0])
