@@ -98,7 +98,7 @@ def chunked(loss, head, hidden, *labels, chunk=256):
     adjustment) or lambda z: negative_entropy(z, adjustment). Extra memory is about that of one chunk,
     except under create_graph: a second derivative needs the graph of the first.
     """
-    if not len(hidden):
+    if len(hidden) <= chunk:                                               # nothing to gain
         return loss(head(hidden), *labels)
     total = lambda h, *y: len(h) * loss(head(h), *y)
     parts = zip(*(t.split(chunk) for t in (hidden, *labels)))
@@ -112,13 +112,14 @@ class Bilevel:
     return the scalars L(theta, alpha) and F(alpha, theta) at the tensors' current values.
 
     outputs() and loss(z), optional, split L's data term as loss(outputs()), loss convex in z, for
-    the Gauss-Newton matrix. Vectors in theta's or alpha's space are flat, (N,) or (M,), in the
+    the Gauss-Newton matrix. reduce(g), optional, sums a flat first derivative over processes that each
+    hold a part of the data. Vectors in theta's or alpha's space are flat, (N,) or (M,), in the
     order of the list. Raises ValueError for an empty list or a tensor that cannot be a parameter.
     """
 
-    def __init__(self, theta, alpha, lower, upper, outputs=None, loss=None):
+    def __init__(self, theta, alpha, lower, upper, outputs=None, loss=None, reduce=lambda g: g):
         self.theta, self.alpha, self.lower, self.upper = list(theta), list(alpha), lower, upper
-        self.outputs, self.loss = outputs, loss
+        self.outputs, self.loss, self.reduce = outputs, loss, reduce
         for name, tensors in (("theta", self.theta), ("alpha", self.alpha)):
             if not tensors:
                 raise ValueError(f"{name} is empty: a bilevel problem needs at least one tensor in it")
@@ -128,10 +129,15 @@ class Bilevel:
 
     def gradient(self, loss, create_graph=False):
         """Flat partial derivatives of a scalar `loss` with respect to theta, (N,), and alpha, (M,)."""
-        tensors, n = self.theta + self.alpha, len(self.theta)
+        return self.derivatives(loss, self.theta, self.alpha, create_graph=create_graph)
+
+    def derivatives(self, loss, *lists, create_graph=False):
+        """The flat derivative of a scalar `loss` with respect to each of some lists of tensors."""
+        tensors = sum(lists, [])
         g = torch.autograd.grad(loss, tensors, create_graph=create_graph, allow_unused=True) \
             if loss.requires_grad else [None] * len(tensors)               # a constant loss moves nothing
-        return flatten(g[:n], self.theta), flatten(g[n:], self.alpha)
+        g = iter(g)
+        return [self.reduce(flatten([next(g) for _ in part], part)) for part in lists]
 
     def move_theta(self, step):
         """theta += step, in place; step is flat, (N,)."""
@@ -462,9 +468,9 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
     with problem.keep_theta():
         problem.move_theta(-inner_lr * L_t)                                # the first inner gradient is L_t(theta)
         for _ in range(inner_steps - 1):
-            problem.move_theta(-inner_lr * flatten(torch.autograd.grad(problem.lower(), theta, allow_unused=True), theta))
+            problem.move_theta(-inner_lr * problem.derivatives(problem.lower(), theta)[0])
         L_T = problem.lower()                                              # at theta_T only L_a is needed
-        L_a_T = flatten(torch.autograd.grad(L_T, alpha, allow_unused=True), alpha)
+        L_a_T, = problem.derivatives(L_T, alpha)
 
     q_t, q_a = L_t, L_a - L_a_T
     norm2 = q_t.dot(q_t) + q_a.dot(q_a)
@@ -560,7 +566,7 @@ def pretrained(seed):
     from model import Config, Transformer
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    world = World(seed, subjects=4, relations=2, values=4, pool=4, shared=0)
+    world = World(seed, subjects=4, relations=2, values=4, pool=4, shared=0, names=1)
     model = Transformer(Config(world.vocab_size, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
                                num_attention_heads=2, num_key_value_heads=1)).double()
     ids, held_out = (world.statements(64, "all", "all", generator) for _ in range(2))

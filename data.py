@@ -65,18 +65,22 @@ class World:
     Domain A, the first half of the relations, is fairly certain (its top value has probability
     0.7-0.95), domain B less so (0.3-0.7). Every relation uses `values` of its domain's `pool` of
     value tokens, and `shared` tokens belong to both pools: answers mean different things in the
-    two domains, but are spelt with some of the same tokens.
+    two domains, but are spelt with some of the same tokens. A value has `names` names of one, two, ...
+    tokens: its own token and what may follow it ("Rome", "Rome in Italy"), which says nothing new.
 
-    A sequence is five tokens: [Q] subject relation [A] value. Subjects are split into "train"
-    (labelled fine-tuning), "heldout" (inputs of the upper level, temperature fit) and "test".
+    A sequence is [Q] subject relation [A] name [END]; `meaning` takes a name, a tuple of tokens, to its
+    value. Subjects are split into "train" (labelled fine-tuning), "heldout" (inputs of the upper level), "valid"
+    (temperature fit, choice of hyperparameters) and "test".
     """
     Q, A = 0, 1                                            # the two marker tokens
 
-    def __init__(self, seed, subjects=120, relations=8, values=12, pool=16, shared=8):
+    def __init__(self, seed, subjects=360, relations=8, values=12, pool=16, shared=2, names=3):
         g = self.generator = torch.Generator().manual_seed(seed)
         self.subjects, self.relations = subjects, relations
         first_value = 2 + subjects + relations
-        self.vocab_size = first_value + 2 * pool - shared
+        first_tail = first_value + 2 * pool - shared
+        self.END = first_tail + 8                          # after 8 tokens that only continue names
+        self.vocab_size = self.END + 1 if names > 1 else first_tail
         pools = {"A": torch.arange(pool) + first_value, "B": torch.arange(pool) + first_value + pool - shared}
         self.p = torch.zeros(subjects, relations, self.vocab_size)         # p(value | subject, relation)
         for r in range(relations):
@@ -90,9 +94,15 @@ class World:
                 self.p[s, r, order[0]] = top
                 self.p[s, r, order[1:]] = (1 - top) * rest / rest.sum()
         self.tokens_of = self.p.sum(0) > 0                                 # (relations, V): a relation's values
+        self.names, self.meaning = torch.full((self.vocab_size, names, names + 1), IGNORE), {}     # name, END, padding
+        for value in range(first_value, first_tail if names > 1 else first_value):
+            for i in range(names):
+                name = [value] + torch.randint(first_tail, self.END, (i,), generator=g).tolist()
+                self.names[value, i, :i + 2] = torch.tensor(name + [self.END])
+                self.meaning[tuple(name)] = value
         order = torch.randperm(subjects, generator=g)
-        self.split = {"all": order, "train": order[:subjects // 2], "heldout": order[subjects // 2:3 * subjects // 4],
-                      "test": order[3 * subjects // 4:]}
+        self.split = {"all": order, "train": order[:subjects // 2], "heldout": order[subjects // 2:4 * subjects // 6],
+                      "valid": order[4 * subjects // 6:5 * subjects // 6], "test": order[5 * subjects // 6:]}
         self.domain = {"all": torch.arange(relations), "A": torch.arange(relations // 2),
                        "B": torch.arange(relations // 2, relations)}
 
@@ -107,6 +117,15 @@ class World:
         """n true-to-the-world statements: ids (n, 5), the last token a sample of the fact's distribution."""
         ids, p = self.prompts(n, domain, split, generator)
         return torch.cat([ids, torch.multinomial(p, 1, generator=generator)], 1)
+
+    def sentences(self, n, domain, split, generator):
+        """n statements that say the value by any of its names -> ids (n, T) and targets (n, T), as from `supervise`."""
+        ids = self.statements(n, domain, split, generator)                 # (n, 5)
+        name = torch.randint(self.names.shape[1], (n,), generator=generator)
+        ids = torch.cat([ids[:, :4], self.names[ids[:, 4], name]], 1)      # (n, 4 + names + 1), padded with IGNORE
+        targets = ids.roll(-1, dims=1)
+        targets[:, :3] = targets[:, -1] = IGNORE
+        return ids.clamp_min(0), targets
 
     def preferences(self, n, domain, generator):
         """n comparisons: prompts (n, 4), chosen (n,), rejected (n,). Two different answers are drawn from the
@@ -129,6 +148,13 @@ class World:
         order = torch.rand(n, options, generator=generator).argsort(1)     # where the key lands is random
         return [Question(prompt, [[o] for o in opts], gold) for prompt, opts, gold in
                 zip(ids.tolist(), choices.gather(1, order).tolist(), order.argmin(1).tolist())]
+
+    def open_questions(self, n, domain, split, generator):
+        """n `Question`s to be answered in the model's own words: every value of the world is an option."""
+        ids, p = self.prompts(n, domain, split, generator)
+        values = sorted(set(self.meaning.values()))
+        gold = torch.multinomial(p, 1, generator=generator)[:, 0].tolist()
+        return [Question(prompt, [[v] for v in values], values.index(v)) for prompt, v in zip(ids.tolist(), gold)]
 
 
 # --- Question files: from bytes to records -------------------------------------------------------

@@ -15,11 +15,13 @@ import collections
 import gzip
 import json
 import math
+import os
 import re
 import string
 import unicodedata
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -488,8 +490,12 @@ def main(argv=None):
     parser.add_argument("--bins", type=int, default=10, help="equal-width bins (default 10)")
     parser.add_argument("--json", help="write every number here too")
     parser.add_argument("--plot", help="write the reliability diagrams here, as PNG")
+    parser.error = lambda message: parser.exit(2, f"metrics.py: {message}\n")            # one sentence, no usage
     args = parser.parse_args(argv)
     try:
+        for path in filter(None, (args.json, args.plot)):  # before the work
+            if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
+                raise ValueError(f"{path}: cannot be written")
         if not 1 <= args.bins <= 10_000:
             raise ValueError(f"--bins {args.bins} is not between 1 and 10000")
         rows, panels, diagrams = [], [], []
@@ -500,13 +506,18 @@ def main(argv=None):
                          "conf_ece_low": low, "conf_ece_high": high})
             panels.append(panel)
             diagrams.append(reliability_diagram(*panel[1:], args.bins, panel[0]))
-        if args.plot:
-            plot_reliability(panels, args.plot, args.bins)
         if args.json:                                      # strict JSON has no NaN or infinity: null
             finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
-            with open(args.json, "w", encoding="utf-8") as f:
-                json.dump({"rows": [{name: finite(v) for name, v in row.items()} for row in rows]}, f, indent=1)
-    except (OSError, ValueError, ImportError, RecursionError) as error:
+            partial = Path(f"{args.json}.partial") if not Path(args.json).exists() or Path(args.json).is_file() else Path(args.json)
+            partial.write_text(json.dumps({"rows": [{name: finite(v) for name, v in row.items()} for row in rows]}, indent=1) + "\n",
+                               encoding="utf-8")
+            if partial != Path(args.json):
+                os.replace(partial, args.json)
+        if args.plot:
+            plot_reliability(panels, args.plot, args.bins)
+    except OSError as error:
+        parser.exit(2, f"metrics.py: {error.filename}: {error.strerror}\n")
+    except (ValueError, ImportError, RecursionError) as error:
         parser.exit(2, f"metrics.py: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nmetrics.py: interrupted\n")

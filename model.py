@@ -287,6 +287,7 @@ class Transformer(nn.Module):
                     raise ValueError(f"{shard}: {full_name!r} has shape {tuple(tensor.shape)}, "
                                      f"config.json implies {tuple(wanted[name].shape)}")
                 state[name] = tensor.to(device, dtype)
+                del tensor                                                 # before the next one is read
         for name in wanted:
             if name not in state:
                 raise ValueError(f"{directory}: no file has weights for the parameter {name!r}")
@@ -420,10 +421,14 @@ def read_safetensors(path):
             dtype = DTYPES[kind]
             if math.prod(shape) * dtype.itemsize != end - start:
                 raise ValueError(f"{path}: {name!r} has {end - start} bytes, not what its shape {shape} implies")
-            buffer = bytearray(end - start)
-            f.seek(start)
-            f.readinto(buffer)
-            yield name, torch.frombuffer(buffer, dtype=dtype).view(shape)
+            yield name, read_tensor(f, start, end, dtype).view(shape)      # keeping no name for it: the caller may free it
+
+
+def read_tensor(f, start, end, dtype):
+    buffer = bytearray(end - start)
+    f.seek(start)
+    f.readinto(buffer)
+    return torch.frombuffer(buffer, dtype=dtype)
 
 
 # --- A 4-bit base --------------------------------------------------------------------------------

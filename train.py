@@ -1,42 +1,117 @@
 """The experiments: an overconfident model, calibrated in training, in and out of domain.
 
     python train.py                                             # the toy world, from birth to calibration
+    python train.py --seeds 5 --methods all                     # every method on five worlds
     python train.py --model DIR --train FILE --eval FILE...     # the same loop on a real LLM
+    torchrun --nproc_per_node 4 train.py ...                    # either on four devices, with the same result
 
 Every method that trains is one *direction*: a function of the bilevel problem that says where
 theta (LoRA adapters) and alpha (the logit adjustment) should move. `fit` is the one loop they
-share. The file goes: directions -> the loop -> scoring -> the toy's task -> a real model's task
--> running methods over tasks -> the command line.
+share. The file goes: several processes -> directions -> the loop -> scoring -> the toy's task -> a
+real model's task -> running methods over tasks -> choosing hyperparameters -> the command line.
 """
 import argparse
+import contextlib
 import copy
 import dataclasses
+import importlib.util
 import json
 import math
 import os
+import re
+import shlex
+import signal
 import sys
+import threading
+import warnings
 from pathlib import Path
 
 import torch
+from torch import distributed
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from bilevel import (Bilevel, LogitAdjustment, Parser, bome_direction, check_output, negative_entropy,
-                     parametric_cross_entropy, unflatten, write)
+from bilevel import (Bilevel, LogitAdjustment, Parser, Surrogate, bome_direction, check_output, chunked, compare, exact_hypergradient,
+                     flatten, negative_entropy, parametric_cross_entropy, unflatten, write)
 from data import IGNORE, Prompter, World, check_disjoint, collate, load_mcqa, question_key, supervise, within_context
-from metrics import evaluate, fit_temperature, reliability_diagram
-from model import Config, Transformer, add_lora, save_adapters
+from metrics import bootstrap_interval, ece, evaluate, fit_temperature, plot_reliability, reliability_diagram, sem_ece
+from model import (PROJECTIONS, Config, Transformer, add_lora, generate, quantize_base, save_adapters, save_pretrained,
+                   write_atomically)
+
+# --- Several processes ---------------------------------------------------------------------------
+# Under torchrun all processes do the same with the same random numbers, but each takes its share of the rows of every
+# batch and of the options to score, and what they find is summed. So all of them hold the same theta and alpha.
+
+@contextlib.contextmanager
+def processes():
+    """Join the other processes, if there are any; only the first of them prints."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or not distributed.is_torchelastic_launched():
+        yield
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group()                       # gloo for tensors on the CPU, nccl for those on a GPU
+    with open(os.devnull, "w") as nowhere, contextlib.ExitStack() as stack:
+        if rank()[0] > 0:
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+    distributed.destroy_process_group()
+
+
+def rank():
+    """This process's number, and how many there are."""
+    joined = distributed.is_available() and distributed.is_initialized()
+    return (distributed.get_rank(), distributed.get_world_size()) if joined else (0, 1)
+
+
+def summed(x):
+    """x, any shape, with the sum over all processes in its place."""
+    if rank()[1] > 1:
+        distributed.all_reduce(x)
+    return x
+
+
+def whole(part):
+    """A loss from this process's part of it: the value is the sum of all parts, the gradient as yet the part's (`Bilevel` sums it)."""
+    return part + (summed(part.detach().clone()) - part.detach()) if rank()[1] > 1 else part
+
 
 # --- The methods, as directions ------------------------------------------------------------------
+# A direction takes the bilevel problem, the settings and a dict that holds the step's data and whatever
+# the method carries from step to step. It returns where theta and alpha descend, and a report.
 
-def ft_direction(problem, args):
-    """Plain fine-tuning: theta along -L_t, alpha stays."""
+def ft_direction(problem, args, state):
+    """Plain fine-tuning: theta along L_t, alpha stays."""
     L = problem.lower()
     L_t, L_a = problem.gradient(L)
     return unflatten(L_t, problem.theta), unflatten(0 * L_a, problem.alpha), {"lower": L.item()}
 
 
-def reg_direction(problem, args):
+def binned_direction(problem, args, state, bins=10):
+    """The regularised form of CFT (Xiao et al., ICML 2025, arXiv 2505.01997): fine-tuning on questions, and
+    the top option's probability is pulled towards how often the options of its confidence bin were right
+    in the last 50 steps, the others towards equal shares of the rest."""
+    z = problem.outputs()                                  # (B, options)
+    p, gold = z.softmax(-1), state["targets"]
+    confidence, choice = p.detach().max(-1)
+    bin_of = (confidence * bins).long().clamp_max(bins - 1)
+    if state["step"] % 50 == 0:                            # the bins' accuracies, re-estimated
+        right, count = state.get("counts", (torch.zeros(bins), torch.zeros(bins)))
+        middle = (torch.arange(bins) + 0.5) / bins         # an empty bin is right as often as it says
+        state["accuracy"] = torch.where(count > 0, right / count.clamp_min(1), middle).to(z.device)
+        state["counts"] = torch.zeros(bins), torch.zeros(bins)
+    for counts, amount in zip(state["counts"], ((choice == gold).float(), torch.ones(len(gold)))):
+        counts += summed(torch.zeros(bins).index_add(0, bin_of.cpu(), amount.cpu()))
+    top = state["accuracy"][bin_of][:, None]               # (B, 1)
+    target = ((1 - top) / (p.shape[1] - 1)).expand_as(p).scatter(1, choice[:, None], top)
+    L = problem.lower()
+    g, a = problem.gradient(L - args.bin_weight * state["share"] * (target * z.log_softmax(-1)).sum(-1).mean())
+    return unflatten(g, problem.theta), unflatten(0 * a, problem.alpha), {"lower": L.item()}
+
+
+def reg_direction(problem, args, state):
     """Single level: theta and alpha both descend L + w F, the entropy as a plain regulariser."""
     L, F_value = problem.lower(), problem.upper()
     g_theta, g_alpha = problem.gradient(L + args.reg_weight * F_value)
@@ -44,13 +119,74 @@ def reg_direction(problem, args):
             {"lower": L.item(), "upper": F_value.item()})
 
 
-def calm_direction(problem, args):
-    """CALM: both along BOME's joint direction."""
+def iterate_direction(problem, args, state):
+    """Uncoupled: a step on L, then a step on w F, in turn; theta and alpha follow both."""
+    name, weight = (("upper", args.reg_weight) if state["step"] % 2 else ("lower", 1.0))
+    value = getattr(problem, name)()
+    g_theta, g_alpha = problem.gradient(weight * value)
+    return unflatten(g_theta, problem.theta), unflatten(g_alpha, problem.alpha), {name: value.item()}
+
+
+def calm_direction(problem, args, state):
+    """CALM as published: both along BOME's joint direction."""
     return bome_direction(problem, args.inner_steps, args.inner_lr, args.eta)
 
 
-DIRECTIONS = {"ft": ft_direction, "reg": reg_direction, "calm-scalar": calm_direction, "calm": calm_direction}
-METHODS = ["aligned", "ts", *DIRECTIONS, "uniform"]       # uniform: every option alike, what "maximise entropy" wins by
+def persistent_direction(problem, args, state):
+    """The improved first-order step: theta descends L alone, alpha the penalty's hypergradient at a
+    surrogate that persists. Mini-batches and AdamW's scaling forgive a surrogate that lags."""
+    surrogate = state.setdefault("surrogate", Surrogate(lam=100.0, momentum=0.0, tolerance=1e9))
+    return bome_direction(problem, 1, None, 0, surrogate)
+
+
+def exact_direction(problem, args, state):
+    """theta descends L, alpha the exact hypergradient by CG - where the Hessian has negative curvature,
+    by CG on Gauss-Newton plus mu, which is biased."""
+    h, report = hypergradient(problem, args)
+    L = problem.lower()
+    return (unflatten(problem.gradient(L)[0], problem.theta), h,
+            {"lower": L.item(), "upper": problem.upper().item(), "gauss_newton": float(report["negative_curvature"])})
+
+
+def hypergradient(problem, args):
+    """The hypergradient by CG at the current point, as a list; the report says whether it is Gauss-Newton's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")                    # theta is near its minimum, not at it: known and meant
+        h, report = exact_hypergradient(problem, tol=1e-2, max_iter=args.products)
+        if report["negative_curvature"]:
+            h, _ = exact_hypergradient(problem, curvature="gauss-newton", damping=args.mu, tol=1e-2, max_iter=args.products)
+    return h, report
+
+
+@dataclasses.dataclass
+class Method:
+    """A direction with the flags that make it this method; `strengths`: the one flag that says how much of it, and values."""
+    direction: callable
+    flags: str
+    strengths: tuple = ()
+
+
+METHODS = {
+    "aligned": None,                                       # the model before
+    "ts": None, "ts-oracle": None,                         # T from domain A; T from the test set itself, a bound
+    "ft": Method(ft_direction, "", ("steps", 75, 150, 300)),
+    "ft-hot": Method(ft_direction, "--temperature 1.6", ("temperature", 1.35, 1.5, 1.8)),     # alpha fixed by hand
+    "ls": Method(ft_direction, "--label-smoothing 0.1", ("label-smoothing", 0.05, 0.1, 0.2)),
+    "cft": Method(ft_direction, "--choices", ("steps", 75, 150, 300)),
+    "cft-binned": Method(binned_direction, "--choices --bin-weight 1", ("bin-weight", 0.3, 1.0, 3.0)),
+    "reg": Method(reg_direction, "--reg-weight 0.1", ("reg-weight", 0.02, 0.05, 0.1)),
+    "iterate": Method(iterate_direction, "--reg-weight 0.1", ("reg-weight", 0.01, 0.03, 0.1)),
+    "calm": Method(calm_direction, "--mode vector --alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
+    "calm-scalar": Method(calm_direction, "--alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
+    "calm-persistent": Method(persistent_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
+    "calm-exact": Method(exact_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
+    "uniform": None,                                       # every option alike: what "maximise entropy" wins by
+}
+STORY = ["aligned", "ts", "ft", "reg", "calm", "calm-scalar", "calm-persistent"]
+ABLATIONS = ["calm-persistent/mode=vector", "calm-persistent/settle=0", "calm-scalar/settle=0.5", "calm/settle=0.5",
+             "calm/entropy-of=raw", "calm/inner-steps=1", "calm/inner-steps=10", "calm/alpha-lr=5e-4", "calm/alpha-lr=5e-3"]
+GAIN = [f"{name}/{phase}" for phase in ("steps=150/settle=0", "steps=300/settle=0.5")       # where does the gain come from?
+        for name in (*(f"calm-scalar/inner-steps={T}" for T in (1, 3, 10, 100)), "calm-persistent", "calm-exact")]
 
 
 # --- The loop they share -------------------------------------------------------------------------
@@ -60,56 +196,193 @@ class Task:
     """What an experiment hands to the methods, toy and real alike."""
     model: Transformer                                     # aligned, with adapters that are still the identity
     adapters: dict                                         # name -> parameter
-    batch: callable                                        # generator -> ids (B, T), targets (B, T): labelled, domain A
-    inputs: callable                                       # generator -> ids (B, T), mask (B, T): answer positions, no labels
-    heldout: dict                                          # scoring -> Questions of domain A on which ts fits T
+    batch: callable                                        # B, generator -> ids (B, T), targets (B, T): labelled, domain A
+    inputs: callable                                       # B, generator -> ids (B, T), mask (B, T): answer positions, no labels
+    choices: callable                                      # B, generator -> Questions of domain A to train on, for cft
+    valid: dict                                            # scoring -> Questions of domain A on which ts fits T
     tests: list                                            # (domain, scoring, Questions)
+    meaning: callable = tuple                              # tokens of a sampled answer -> what it means, None if nothing
+    stop_ids: tuple = ()                                   # tokens that end an answer
 
 
-def fit(task, direction, mode, args, seed, name):
-    """Train the adapters and a fresh LogitAdjustment along `direction` with AdamW; returns the
-    adjustment and one report (dict of floats) a step. Every method starts from the same adapters."""
+def answer_positions(questions):
+    """Questions -> prompts (B, T) and a mask (B, T) that is true at each prompt's last token: the answer follows it."""
+    ids, real = collate([q.prompt for q in questions])
+    return ids, real & ~F.pad(real, (0, 1))[:, 1:]
+
+
+@contextlib.contextmanager
+def finish_the_step():
+    """Ctrl-C waits for the end of the step, so that what is saved is whole: it fills the list that is returned. A second one does not wait."""
+    interrupted = []
+
+    def note(signum, frame):
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(signum)
+
+    main_thread = threading.current_thread() is threading.main_thread()    # only it may handle signals
+    before = signal.signal(signal.SIGINT, note) if main_thread else None
+    try:
+        yield interrupted
+    finally:
+        if main_thread:
+            signal.signal(signal.SIGINT, before)
+
+
+def settings_of(args):
+    """What must be the same for a run to be continued: everything but where things are written and when."""
+    return {k: v for k, v in vars(args).items() if k not in ("json", "out", "plot", "methods", "seeds", "resume", "save_every", "device", "merge", "of",
+                                                   "command")}
+
+
+def read_checkpoint(path):
+    """The dict that fit's save() wrote: tensors and plain types only, so that loading it runs no code."""
+    try:
+        return torch.load(path, weights_only=True)
+    except Exception as error:                             # a torn file can make torch raise anything
+        raise ValueError(f"{path}: not a checkpoint ({type(error).__name__})") from None
+
+
+def read_results(args):
+    """What an interrupted run left in --out: the rows and predictions of the methods that had finished."""
+    path = Path(args.out, "results.json")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        predictions = path.with_name("predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        same = {k: v for k, v in saved["config"].items() if k in settings_of(args)} == json.loads(json.dumps(settings_of(args)))
+        rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in saved["rows"]]
+        finished = {(row["method"], row["seed"]) for row in rows}
+        predictions = [p for p in map(json.loads, filter(None, predictions)) if (p["method"], p["seed"]) in finished]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
+    if not same:
+        raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
+    return rows, predictions
+
+
+LOGITS_AT_ONCE = 2 ** 24                                   # positions x vocabulary: 64 MB in float32
+
+
+def fit(task, method, args, seed):
+    """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
+    adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
+
+    theta's learning rate is constant, then falls to zero over the second half. In the last `settle` of the
+    steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
+    """
     generator = torch.Generator().manual_seed(seed)
     device = task.model.embed_tokens.weight.device
     with torch.no_grad():
         for key, p in task.adapters.items():
             bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
             p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
-    adjustment = LogitAdjustment(task.model.config.vocab_size, mode).to(device)
-    theta = list(task.adapters.values())
-    alpha = [p for p in adjustment.parameters() if p.requires_grad]
-    batch = {}                                             # the closures read the step's data from here
+    adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(device)
+    with torch.no_grad():
+        adjustment.log_scale.fill_(-math.log(args.temperature))
+    theta, alpha = list(task.adapters.values()), [p for p in adjustment.parameters() if p.requires_grad]
+    theta_0 = [p.detach().clone() for p in theta]
+    state = {}                                             # the closures read the step's data from here
+    task.model.checkpointing, (number, ranks) = args.checkpointing, rank()
 
-    def logits_at(ids, mask):
-        return task.model.head(task.model.hidden(ids)[mask])               # (N, V), not (B, T, V)
+    def hidden_at(ids, mask):
+        """The model's (N, C) at the N true places of mask (B, T): all that a loss has to see of the prompts, so with
+        --micro-batch so many rows at a time run through the model, and once more in the backward pass."""
+        part = lambda ids, mask: task.model.hidden(ids)[mask]
+        if not 0 < args.micro_batch < len(ids):
+            return part(ids, mask)
+        rows = zip(ids.split(args.micro_batch), mask.split(args.micro_batch))
+        return torch.cat([recomputed(part, *row, use_reentrant=False) for row in rows])
 
-    def lower():
-        supervised = batch["targets"] != IGNORE
-        return parametric_cross_entropy(logits_at(batch["ids"], supervised), batch["targets"][supervised], adjustment)
+    def outputs():
+        z = task.model.head(hidden_at(state["ids"], state["mask"]))        # (N, V), not (B, T, V)
+        return adjustment(z).gather(1, state["options"]) if args.choices else z           # (B, options) or (N, V)
+
+    def data_term(z, targets):
+        if args.choices:
+            return F.cross_entropy(z, targets)
+        return parametric_cross_entropy(z, targets, adjustment, label_smoothing=args.label_smoothing)
+
+    def mean_over(loss, hidden, *labels):                  # LOGITS_AT_ONCE of them at a time
+        return chunked(loss, task.model.head, hidden, *labels, chunk=max(1, LOGITS_AT_ONCE // task.model.config.vocab_size))
+
+    def lower():                                           # mu makes its minimum one point, not a valley
+        L = data_term(outputs(), state["targets"]) if args.choices else mean_over(data_term, hidden_at(state["ids"], state["mask"]), state["targets"])
+        return whole(state["share"] * L + args.mu / 2 / ranks * sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0)))
 
     def upper():
-        logits = logits_at(batch["inputs"], batch["mask"])
-        return negative_entropy(logits, adjustment if args.entropy_of == "adjusted" else None)
+        return whole(state["heldout_share"] * mean_over(lambda z: negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None),
+                                                        hidden_at(state["heldout"], state["heldout_mask"])))
 
-    problem = Bilevel(theta, alpha, lower, upper)
-    optimizer = torch.optim.AdamW([{"params": theta, "lr": args.lr}, {"params": alpha, "lr": args.alpha_lr}],
-                                  weight_decay=0.0)
-    trace = []
-    with tqdm(range(args.steps), desc=name, leave=False) as bar:
+    def draw():
+        if args.choices:
+            questions = task.choices(args.batch, generator)
+            (ids, mask), gold = answer_positions(questions), torch.tensor([q.gold for q in questions])
+            new = {"ids": ids, "mask": mask, "targets": gold, "options": torch.tensor([sum(q.options, []) for q in questions])}
+        else:
+            ids, targets = task.batch(args.batch, generator)
+            new = {"ids": ids, "mask": targets != IGNORE, "targets": targets}
+        new["heldout"], new["heldout_mask"] = task.inputs(args.batch, generator)
+        mine = {key: x[number::ranks] for key, x in new.items()}
+        for name, mask in (("share", "mask"), ("heldout_share", "heldout_mask")):          # of the places that count
+            state[name] = int(mine[mask].sum()) / max(1, int(new[mask].sum()))
+        if not args.choices:
+            mine["targets"] = mine["targets"][mine["mask"]]                # (N,)
+        state.update({key: x.to(device) for key, x in mine.items()})
+
+    problem = Bilevel(theta, alpha, lower, upper, outputs, lambda z: data_term(z, state["targets"]), summed)
+    optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha}], weight_decay=0.0)
+    trace, checkpoint = [], Path(args.out or "", "checkpoint.pt")
+
+    def save():
+        if number > 0:
+            return
+        carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
+        saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": theta, "alpha": alpha, "carried": carried,
+                 "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(checkpoint, lambda f: torch.save(saved, f))
+
+    if args.resume and checkpoint.is_file():
+        saved = read_checkpoint(checkpoint)
+        if (saved["method"], saved["seed"]) == (method, seed):
+            if saved["settings"] != settings_of(args):
+                raise ValueError(f"{checkpoint}: made with other settings; give the same flags, or another --out")
+            with torch.no_grad():
+                for p, q in zip(theta + alpha, saved["theta"] + saved["alpha"]):
+                    p.copy_(q)
+            optimizer.load_state_dict(saved["optimizer"])
+            generator.set_state(saved["random"])
+            trace = saved["trace"]
+            state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+    with tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None) as bar, finish_the_step() as interrupted:
         for step in bar:
-            batch["ids"], batch["targets"] = (x.to(device) for x in task.batch(generator))
-            batch["inputs"], batch["mask"] = (x.to(device) for x in task.inputs(generator))
-            d_theta, d_alpha, report = direction(problem, args)
+            settling = step >= args.steps * (1 - args.settle)
+            optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
+            optimizer.param_groups[1]["lr"] = 0.0 if settling else args.alpha_lr
+            state["step"] = step
+            draw()
+            d_theta, d_alpha, report = (ft_direction if settling else METHODS[method.split("/")[0]].direction)(problem, args, state)
             for key in ("lower", "upper"):
                 if not math.isfinite(report.get(key, 0.0)):
-                    raise FloatingPointError(f"{name}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr")
+                    raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr"
+                                             + (f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""))
+            if args.check and step % args.check == args.check - 1 and not settling:
+                truth, reference = hypergradient(problem, args)
+                h = report.get("direction", flatten(d_alpha, alpha))
+                report |= {**compare(h, flatten(truth, alpha)), "gauss_newton": float(reference["negative_curvature"])}
             for p, d in zip(theta + alpha, d_theta + d_alpha):
                 p.grad = d
             optimizer.step()
-            trace.append(report)
-            bar.set_postfix({k: f"{v:.3f}" for k, v in report.items()})
+            trace.append({k: v for k, v in report.items() if isinstance(v, float)} | {"log_scale": adjustment.log_scale.mean().item()})
+            bar.set_postfix({k: f"{v:.3f}" for k, v in trace[-1].items()})
+            stop = summed(torch.tensor(float(len(interrupted)))) > 0       # anywhere
+            if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0):
+                save()
+            if stop:
+                raise KeyboardInterrupt
     if not all(p.isfinite().all() for p in theta + alpha):
-        raise FloatingPointError(f"{name}: a parameter is not finite after the last step; try a smaller --lr or --alpha-lr")
+        raise FloatingPointError(f"{method}: a parameter is not finite after the last step; try a smaller --lr or --alpha-lr")
     return adjustment, trace
 
 
@@ -138,8 +411,9 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
         else:
             jobs += [(i, [j], q.prompt + option[:-1]) for j, option in enumerate(q.options)]
     jobs.sort(key=lambda job: len(job[2]))                 # batches of like lengths waste no padding
-    scores = equal_scores(questions)
-    with tqdm(total=len(jobs), desc="scoring", leave=False, disable=len(jobs[-1][2]) < 8) as bar:   # not for the toy
+    number, ranks = rank()
+    scores, longest, jobs = equal_scores(questions), len(jobs[-1][2]), jobs[number::ranks]
+    with tqdm(total=len(jobs), desc="scoring", leave=False, disable=True if longest < 8 else None) as bar:   # not for the toy
         while jobs:
             size = max(1, tokens_at_once // len(jobs[-1][2]))
             chunk, jobs = jobs[-size:], jobs[:-size]       # longest first: memory peaks at once, not late
@@ -157,6 +431,7 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
             i, j, place, token = torch.tensor(entries).T
             scores.index_put_((i, j), log_p[place.to(device), token.to(device)].double().cpu(), accumulate=True)
             bar.update(len(chunk))
+    summed(scores)
     for i, q in enumerate(questions):
         for j, option in enumerate(q.options):
             scores[i, j] /= {"sum": 1, "token": len(option), "char": q.lengths and q.lengths[j]}[rule]
@@ -170,25 +445,26 @@ def pretrain(world, args, seed):
     torch.manual_seed(seed)
     model, generator = Transformer(Config(world.vocab_size)).to(args.device), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    with tqdm(range(args.pretrain_steps), desc=f"world {seed}: pretraining", leave=False) as bar:
+    with tqdm(range(args.pretrain_steps), desc=f"world {seed}: pretraining", leave=False, disable=None) as bar:
         for step in bar:
             warm, cool = min(1, (step + 1) / 50), 1 - step / args.pretrain_steps
             for group in optimizer.param_groups:
                 group["lr"] = 3e-3 * warm * cool
-            ids = world.statements(256, "all", "all", generator).to(args.device)          # (256, 5)
-            loss = F.cross_entropy(model(ids[:, :-1])[:, -1], ids[:, -1])                 # only the answer can be learnt
+            ids, targets = (x.to(args.device) for x in world.sentences(256, "all", "all", generator))
+            answers = targets != IGNORE                    # only the answer can be learnt
+            loss = F.cross_entropy(model.head(model.hidden(ids)[answers]), targets[answers])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
     return model
 
 
-def align(model, world, args, seed):
-    """DPO (Rafailov et al., 2023, arXiv 2305.18290) on domain B: overconfident there, by the rater's taste."""
+def align(model, world, args, seed, domain="B"):
+    """DPO (Rafailov et al., 2023, arXiv 2305.18290) on one domain: overconfident there, by the rater's taste."""
     reference, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0)
-    for _ in tqdm(range(args.dpo_steps), desc=f"world {seed}: DPO", leave=False):
-        prompts, chosen, rejected = (x.to(args.device) for x in world.preferences(256, "B", generator))
+    for _ in tqdm(range(args.dpo_steps), desc=f"world {seed}: DPO", leave=False, disable=None):
+        prompts, chosen, rejected = (x.to(args.device) for x in world.preferences(256, domain, generator))
         log_p = model(prompts)[:, -1].log_softmax(-1)                                     # (256, V)
         with torch.no_grad():
             log_p_ref = reference(prompts)[:, -1].log_softmax(-1)
@@ -201,23 +477,28 @@ def align(model, world, args, seed):
     return model
 
 
-def toy_task(args, seed):
-    """World `seed`, its aligned model, and domain A's data; domain B is for testing only."""
-    world = World(seed)
-    model = align(pretrain(world, args, seed), world, args, seed).eval()
+def toy_task(args, seed, trained="A"):
+    """World `seed`: aligned on one domain, the other domain's data to train on. Domain A is trained on, or B."""
+    world, aligned = World(seed), {"A": "B", "B": "A"}[trained]
+    model = align(pretrain(world, args, seed), world, args, seed, aligned).eval()
     generator = torch.Generator().manual_seed(seed)
 
-    def batch(g):
-        ids = world.statements(args.batch, "A", "train", g)                               # (n, 5)
-        return supervise([(row[:-1], row[-1:]) for row in ids.tolist()])
-
-    def inputs(g):
-        ids, _ = world.prompts(args.batch, "A", "heldout", g)                             # (n, 4)
+    def inputs(n, g):
+        ids, _ = world.prompts(n, trained, "heldout", g)                         # (n, 4)
         return ids, torch.arange(ids.shape[1]).expand_as(ids) == ids.shape[1] - 1         # the answer follows the last
 
-    ask = lambda domain, split: world.questions(args.limit, domain, split, generator)
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs, {"letter": ask("A", "heldout")},
-                [("id", "letter", ask("A", "test")), ("ood", "letter", ask("B", "test"))])
+    def ask(domain, split, scoring):
+        if scoring == "open":
+            return world.open_questions(args.open_limit, domain, split, generator)
+        return world.questions(args.limit, domain, split, generator)
+
+    scorings = [scoring for scoring in ("letter", "open") if scoring in args.scoring]
+    valid = {scoring: ask(trained, "valid", scoring) for scoring in scorings}
+    tests = [(name, scoring, ask(domain, "test", scoring)) for scoring in scorings
+             for name, domain in (("id", trained), ("ood", aligned))]
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), lambda n, g: world.sentences(n, trained, "train", g), inputs,
+                lambda n, g: world.questions(n, trained, "train", g), valid, tests,
+                lambda answer: world.meaning.get(tuple(answer), tuple(answer) or None), (world.END,))
 
 
 # --- A real model's task -------------------------------------------------------------------------
@@ -234,10 +515,12 @@ def real_task(args, seed):
 
     unique = shuffled(list({question_key(row): row for row in files[args.train]}.values()))
     n = len(unique)
-    if n < 5:
+    if n < 10:
         raise ValueError(f"{args.train}: {n} different questions are too few to split")
-    train, heldout, test = unique[:3 * n // 5], unique[3 * n // 5:4 * n // 5][:args.limit], unique[4 * n // 5:][:args.limit]
-    used = {question_key(row) for row in train + heldout}
+    cuts = [0, 6 * n // 10, 7 * n // 10, 8 * n // 10, n]                   # train, inputs of the upper level, T's, test
+    train, heldout, valid, test = (unique[a:b] for a, b in zip(cuts, cuts[1:]))
+    train, heldout, valid, test = train[:args.train_limit], heldout[:args.limit], valid[:args.limit], test[:args.limit]
+    used = {question_key(row) for row in train + heldout + valid}
     tests = {"id": test}
     for path in args.eval:
         rows = [row for row in files[path] if question_key(row) not in used]
@@ -248,7 +531,7 @@ def real_task(args, seed):
             raise ValueError(f"{path}: another test set is called {name!r} already")
         tests[name] = shuffled(rows)[:args.limit]
     for name, rows in tests.items():
-        check_disjoint(training=train, heldout=heldout, **{f"{name} test": rows})
+        check_disjoint(training=train, heldout=heldout, valid=valid, **{f"{name} test": rows})
         if not rows:
             raise ValueError(f"{name}: no question is left to evaluate")
 
@@ -267,193 +550,401 @@ def real_task(args, seed):
             raise ValueError(f"{what}: no question fits into the context of {context} tokens")
         return questions
 
-    heldout = {scoring: ask(heldout, scoring, "held-out") for scoring in args.scoring}
+    heldout = [q for scoring in args.scoring for q in ask(heldout, scoring, "held-out")]
+    valid = {scoring: ask(valid, scoring, "validation") for scoring in args.scoring}
     tests = [(name, scoring, ask(rows, scoring, name)) for name, rows in tests.items() for scoring in args.scoring]
-    prompts = [q.prompt for questions in heldout.values() for q in questions]
     forms = sorted({form_of(scoring) for scoring in args.scoring})
 
-    def batch(g):
-        examples, misses = [], 0
-        while len(examples) < args.batch:                                  # what is longer than the context is drawn again
+    def draw(n, g, forms):
+        questions, misses = [], 0
+        while len(questions) < n:                                 # what is longer than the context is drawn again
             row = train[int(torch.randint(len(train), (), generator=g))]
-            fitting, too_long = within_context([prompter.question(row, forms[len(examples) % len(forms)])], context)
-            examples += [(q.prompt, q.options[q.gold]) for q in fitting]
+            fitting, too_long = within_context([prompter.question(row, forms[len(questions) % len(forms)])], context)
+            questions += fitting
             misses = misses + too_long if too_long else 0
             if misses == 1000:
                 raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of {context} tokens")
-        return supervise(examples)
+        return questions
 
-    def inputs(g):
-        ids, real = collate([prompts[i] for i in torch.randint(len(prompts), (args.batch,), generator=g).tolist()])
-        return ids, real & ~F.pad(real, (0, 1))[:, 1:]                     # the last real token: the answer follows it
+    batch = lambda n, g: supervise([(q.prompt, q.options[q.gold]) for q in draw(n, g, forms)])
+    inputs = lambda n, g: answer_positions([heldout[i] for i in torch.randint(len(heldout), (n,), generator=g).tolist()])
 
-    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout[args.scoring[0]])} held-out questions")
+    def choices(n, g):
+        questions = draw(n, g, ["letter"])
+        if len({len(q.options) for q in questions}) > 1:
+            raise ValueError(f"{args.train}: cft needs questions that all have as many options")
+        return questions
+
+    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout) // len(args.scoring)} held-out, {len(valid[args.scoring[0]])} validation questions")
     if args.show_prompt:
         for name, scoring, questions in tests[:len(args.scoring)]:
             print(f"\n{name}, {scoring} scoring\n{prompter.show(questions[0])}")
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), batch, inputs, heldout, tests)
+    if args.quantize:
+        quantize_base(model)
+    return Task(model, add_lora(model, args.rank, args.lora_alpha, args.targets.split(",")), batch, inputs, choices, valid, tests)
 
 
 # --- Methods over tasks --------------------------------------------------------------------------
 
-def run_method(task, method, args, seed):
-    """One method on one task: a row of numbers, a diagram as text and the predictions, for every test set."""
-    adjustment, temperature = None, {}
-    rule = lambda scoring: scoring.split("-")[1] if "-" in scoring else "sum"
-    gold_of = lambda questions: torch.tensor([q.gold for q in questions])
+def gold_of(questions):
+    return torch.tensor([q.gold for q in questions])
+
+
+def scores_of(task, adjustment, questions, scoring):
+    """`score_options` by the rule a scoring names: "text-char" divides by characters, "letter" and "open" by nothing."""
+    return score_options(task.model, adjustment, questions, scoring.split("-")[1] if "-" in scoring else "sum")
+
+
+def train_method(task, method, args, seed):
+    """Bring the task's model to where `method` takes it. Returns the adjustment and the trace; None and [] if it trains nothing."""
     with torch.no_grad():
         for key, p in task.adapters.items():
             if "lora_B" in key:
                 p.zero_()                                  # the aligned model again
-    if method == "ts":
-        for scoring, questions in task.heldout.items():
-            temperature[scoring] = fit_temperature(score_options(task.model, None, questions, rule(scoring)), gold_of(questions))
-    elif method in DIRECTIONS:
-        mode = "scalar" if method == "calm-scalar" else "vector"
-        adjustment, _ = fit(task, DIRECTIONS[method], mode, args, seed, method)
-        if args.out and args.model:
-            save_adapters(task.model, Path(args.out) / f"{method}-{seed}", adjustment)
-    rows, diagrams, predictions = [], [], []
+    if METHODS[method.split("/")[0]] is None:
+        return None, []
+    adjustment, trace = fit(task, method, args, seed)
+    if args.out and args.model and rank()[0] == 0:
+        folder = Path(args.out) / f"{method.replace('/', '_')}-{seed}"
+        save_adapters(task.model, folder, adjustment)
+        if args.merge:
+            save_pretrained(task.model, folder / "merged", adjustment)
+            print(f"{folder / 'merged'}: a full model, LoRA and exp(log_scale) in its weights" + (
+                "; the offset is lm_head.bias: a reader that knows no bias there, as transformers, ignores it and predicts "
+                "softmax(exp(log_scale) z)" if adjustment.offset.any() else ", complete for any reader"))
+    return adjustment, trace
+
+
+def run_method(task, method, args, seed):
+    """One method on one task: a row of numbers, (title, confidence, correct) and predictions for every test set, and the trace."""
+    adjustment, trace = train_method(task, method, args, seed)
+    mean = lambda key: (lambda v: {key: sum(v) / len(v)} if v else {})([step[key] for step in trace if key in step])
+    learnt = {"log_scale": trace[-1]["log_scale"], **mean("cosine"), **mean("relative_error"), **mean("gauss_newton")} if trace else {}
+    rows, panels, predictions = [], [], []
     for domain, scoring, questions in task.tests:
-        if method == "uniform":
-            scores = equal_scores(questions)
-        else:
-            scores = score_options(task.model, adjustment, questions, rule(scoring)) / temperature.get(scoring, 1.0)
-        p, gold = scores.softmax(-1), gold_of(questions)   # (n, most options)
-        about = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}
-        rows.append({**about, **evaluate(p, gold), **({"temperature": temperature[scoring]} if method == "ts" else {})})
-        diagrams.append(reliability_diagram(p.max(-1).values, p.argmax(-1) == gold, title=f"{method}, {domain}, {scoring}"))
-        predictions += [{**about, "domain": f"{domain}, {scoring}", "id": i, "probabilities": p[i, :len(q.options)].tolist(),
-                         "choice": int(p[i].argmax()), "gold": q.gold} for i, q in enumerate(questions)]
-    return rows, diagrams, predictions
+        about, gold, T = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}, gold_of(questions), 1.0
+        if args.train_domain != "A":
+            about["trained_on"] = args.train_domain
+        if method in ("ts", "ts-oracle"):
+            fitted_on = task.valid[scoring] if method == "ts" else questions
+            T = fit_temperature(scores_of(task, None, fitted_on, scoring), gold_of(fitted_on))
+            learnt = {"temperature": T}
+        if scoring == "open" and method != "uniform":      # answers in the model's own words
+            samples = [[task.meaning(answer) for answer in generate(task.model, q.prompt, args.answer_tokens, T, args.samples,
+                                                                    adjustment, task.stop_ids, seed=i)]
+                       for i, q in enumerate(tqdm(questions, desc=f"{method}: answers", leave=False, disable=None))]
+            right = [q.options[q.gold][0] for q in questions]
+            split = sem_ece(samples, right, "split")
+            rows.append({**about, **sem_ece(samples, right), "sem_ece_split": split["sem_ece"], **learnt})
+        elif scoring != "open":
+            scores = equal_scores(questions) if method == "uniform" else scores_of(task, adjustment, questions, scoring) / T
+            p = scores.softmax(-1)                         # (n, most options)
+            confidence, correct = p.max(-1).values, p.argmax(-1) == gold
+            low, high = bootstrap_interval(ece, confidence, correct, trials=200)
+            rows.append({**about, **evaluate(p, gold), "conf_ece_low": low, "conf_ece_high": high, **learnt})
+            panels.append((f"{method}, {domain}, {scoring}", confidence, correct))
+            predictions += [{**about, "domain": f"{domain}, {scoring}", "id": i, "probabilities": p[i, :len(q.options)].tolist(),
+                             "choice": int(p[i].argmax()), "gold": q.gold} for i, q in enumerate(questions)]
+    return rows, panels, predictions, trace
 
 
 COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier", "auroc"]
+OPEN_COLUMNS = ["accuracy", "confidence", "sem_ece", "sem_ece_split"]
 
 
 def table(rows):
-    """The rows as text, a section for each test set: mean over seeds, and +- standard deviation if there are several."""
+    """The rows as text, a section for each test set. One seed: conf_ece with its bootstrap interval. Several:
+    mean +- standard deviation, and in how many of them the calibration error is below that of aligned, and of ts."""
     lines = []
-    for domain, scoring in dict.fromkeys((row["domain"], row["scoring"]) for row in rows):
-        here = [row for row in rows if (row["domain"], row["scoring"]) == (domain, scoring)]
-        n = "/".join(sorted({str(row["n"]) for row in here}))
-        lines.append(f"\n{domain}, {scoring} scoring, n = {n}")
-        lines.append(f"  {'method':14s}" + "".join(f"{column:>17s}" for column in COLUMNS))
+    section = lambda row: (row.get("trained_on", "A"), row["scoring"], row["domain"])
+    for here in ([row for row in rows if section(row) == key] for key in dict.fromkeys(map(section, rows))):
+        trained, scoring, domain = section(here[0])
+        columns, error = (OPEN_COLUMNS, "sem_ece") if scoring == "open" else (COLUMNS, "conf_ece")
+        if any("cosine" in row for row in here):           # --check
+            columns = ["accuracy", "conf_ece", "nll", "log_scale", "cosine", "relative_error"]
+        n, seeds = "/".join(sorted({str(row["n"]) for row in here})), len({row["seed"] for row in here})
+        of = lambda method: {row["seed"]: row[error] for row in here if row["method"] == method}
+        rivals = [name for name in ("aligned", "ts") if seeds > 1 and of(name)]
+        width = max(16, *(len(row["method"]) + 2 for row in here))
+        lines.append(f"\n{domain}, {scoring} scoring, n = {n}" + (", trained on B and aligned on A" if trained == "B" else ""))
+        lines.append(f"  {'method':{width}s}" + "".join(f"{column:>{22 if column == error else 17}s}" for column in columns)
+                     + "".join(f"{'< ' + name:>11s}" for name in rivals))
         for method in dict.fromkeys(row["method"] for row in here):
-            line = f"  {method:14s}"
-            for column in COLUMNS:
-                values = [row[column] for row in here if row["method"] == method]
-                mean = sum(values) / len(values)           # statistics.mean and stdev know no NaN
+            line = f"  {method:{width}s}"
+            for column in columns:
+                values = [row[column] for row in here if row["method"] == method and column in row]
+                mean = sum(values) / max(1, len(values))   # statistics.mean and stdev know no NaN
                 deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
-                line += (f"{mean:.3f}" + (f" +- {deviation:.3f}" if len(values) > 1 else "")).rjust(17)
+                cell = "-" if not values else f"{mean:.3f}" + (f" +- {deviation:.3f}" if len(values) > 1 else "")
+                if column == "conf_ece" and seeds == 1:
+                    row, = (row for row in here if row["method"] == method)
+                    cell += f" [{row['conf_ece_low']:.3f}, {row['conf_ece_high']:.3f}]"
+                line += cell.rjust(22 if column == error else 17)
+            for name in rivals:
+                wins = sum(value < of(name)[seed] for seed, value in of(method).items() if seed in of(name))
+                line += f"{'-' if method == name else f'{wins} of {seeds}':>11s}"
             lines.append(line)
     return "\n".join(lines)
 
 
-def document(args, rows):
+def document(args, rows, **more):
     """{"config", "rows"} as JSON, which knows no NaN and no infinity: both become null."""
     rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
-    config = {k: v for k, v in vars(args).items() if k not in ("json", "out")}
-    return json.dumps({"config": config, "rows": rows}, indent=1)
+    config = {k: v for k, v in vars(args).items() if k not in ("json", "out", "plot", "of", "command")}
+    return json.dumps({"command": args.command, "config": config, "rows": rows, **more}, indent=1)
+
+
+def plot(folder, rows, panels, traces):
+    """Three PNGs: reliability diagrams, CALM's way through its steps, and accuracy against calibration error."""
+    from matplotlib.figure import Figure
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    if panels:
+        plot_reliability(panels, Path(folder) / "reliability.png")
+    if traces:
+        keys = ("upper", "lower", "lam", "log_scale")
+        figure = Figure(figsize=(12, 3), dpi=150, layout="constrained")
+        for ax, key, title in zip(figure.subplots(1, 4), keys, ("F, minus the entropy", "L, the training loss", "lambda", "mean log_scale")):
+            for method, trace in traces.items():
+                points = [(i, step[key]) for i, step in enumerate(trace) if key in step]
+                if points:
+                    ax.plot(*zip(*points), label=method, linewidth=0.8)
+            ax.set(title=title, xlabel="step")
+            ax.set_yscale("symlog" if key == "lam" else "linear")
+        ax.legend(fontsize=7)
+        figure.savefig(Path(folder) / "trajectory.png")
+    tests = [key for key in dict.fromkeys((row["domain"], row["scoring"]) for row in rows) if key[1] != "open"]
+    if tests:
+        figure = Figure(figsize=(6 * len(tests), 5), dpi=150, layout="constrained")
+        for ax, (domain, scoring) in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests):
+            here = [row for row in rows if (row["domain"], row["scoring"]) == (domain, scoring) and row["method"] != "uniform"]
+            names = list(dict.fromkeys(row["method"].split("/")[0] for row in here))
+            for i, name in enumerate(names):
+                mean = lambda method, key: (lambda v: sum(v) / len(v))([row[key] for row in here if row["method"] == method])
+                points = sorted((mean(m, "conf_ece"), mean(m, "accuracy")) for m in {row["method"] for row in here} if m.split("/")[0] == name)
+                ax.plot(*zip(*points), "-", color=f"C{i}" if i < 10 else "k", marker="os^vDPX*<>phd"[i % 13], label=name, linewidth=0.8)
+            ax.set(title=f"{domain}, {scoring} scoring", xlabel="conf-ECE", ylabel="accuracy")
+        ax.legend(fontsize=7)
+        figure.savefig(Path(folder) / "pareto.png")
 
 
 def run(args, kept):
     """Every method on every task; `kept` lists the files written so far."""
-    make_task = real_task if args.model else toy_task
     if not args.model:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
-    rows, predictions = [], []
+    rows, predictions, shown, traces, results = [], [], [], {}, Path(args.out or "", "results.json")
+    if args.resume and results.is_file():
+        rows, predictions = read_results(args)
     for seed in range(args.world_seed, args.world_seed + args.seeds):
-        task = make_task(args, seed)
+        task = real_task(args, seed) if args.model else toy_task(args, seed, args.train_domain)
         for method in args.methods:
-            new, diagrams, predicted = run_method(task, method, args, seed)
+            if any((row["method"], row["seed"]) == (method, seed) for row in rows):
+                continue                                   # --resume: it had finished
+            new, panels, predicted, trace = run_method(task, method, args.of[method], seed)
             rows, predictions = rows + new, predictions + predicted
-            if seed == args.world_seed and method in ("aligned", "calm"):
-                print("\n\n".join(["", *diagrams]))
-            if args.out:
-                Path(args.out).mkdir(parents=True, exist_ok=True)
-                write(Path(args.out) / "results.json", document(args, rows))
-                write(Path(args.out) / "predictions.jsonl", "\n".join(map(json.dumps, predictions)))
-                kept[:] = [Path(args.out) / "results.json"]
+            if seed == args.world_seed and method in ("aligned", "ts", "calm", "calm-persistent"):
+                shown += [panel for panel in panels if panel[0].endswith(args.scoring[0])]
+            if seed == args.world_seed and "calm" in method:
+                traces[method] = trace
+            if args.out and rank()[0] == 0:
+                results.parent.mkdir(parents=True, exist_ok=True)
+                with open(results.with_name("predictions.jsonl"), "a" if kept else "w", encoding="utf-8") as f:
+                    f.writelines(json.dumps(prediction) + "\n" for prediction in (predicted if kept else predictions))
+                write(results, document(args, rows))
+                kept[:] = [results]
     if args.json is not None:
         write(args.json, document(args, rows))
+    if args.plot:
+        plot(args.plot, rows, shown, traces)
+    print("\n\n".join(["", *(reliability_diagram(confidence, correct, title=title) for title, confidence, correct in shown)]))
     print(table(rows))
+
+
+# --- Choosing hyperparameters, by in-domain data only --------------------------------------------
+
+LEARNING_RATES = (1e-3, 3e-3)
+
+
+def select(args, parse_method):
+    """On the worlds of --world-seed and --seeds, six settings a method: three strengths by two learning rates of theta.
+
+    The rule, the same for all, looks at questions about domain A's "valid" subjects only, which no loss has seen: among the settings whose mean conf-ECE
+    is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the most
+    entropy; if there is none, the one with the lowest conf-ECE. So the question asked of a method is how
+    much uncertainty it buys for what domain A may lose.
+    """
+    torch.set_num_threads(1)
+    settings = [(name, f"--{m.strengths[0]} {strength:g} --lr {lr:g}") for name, m in METHODS.items()
+                if m and name in args.methods for strength in m.strengths[1:] for lr in LEARNING_RATES]
+    found = {key: [] for key in [("aligned", ""), *settings]}
+    for seed in range(args.world_seed, args.world_seed + args.seeds):
+        task = toy_task(args, seed)
+        questions = task.valid["letter"]
+        for name, flags in found:
+            adjustment, _ = train_method(task, name, parse_method(name, flags), seed)
+            p = scores_of(task, adjustment, questions, "letter").softmax(-1)
+            found[name, flags].append({**evaluate(p, gold_of(questions)), "entropy": float(-(p * p.log()).sum(-1).mean())})
+    rows = [{"method": name, "flags": flags, **{k: sum(r[k] for r in results) / len(results) for k in ("conf_ece", "accuracy", "entropy")}}
+            for (name, flags), results in found.items()]
+    chosen = {}
+    for name in dict.fromkeys(name for name, _ in settings):
+        here = [row for row in rows if row["method"] == name]
+        allowed = [row for row in here if row["conf_ece"] <= 0.05 and row["accuracy"] >= rows[0]["accuracy"] - 0.01]
+        chosen[name] = (max(allowed, key=lambda row: row["entropy"]) if allowed else min(here, key=lambda row: row["conf_ece"]))["flags"]
+    print("validation questions of domain A\n" + "\n".join(
+        f"  {row['method']:16s} {row['flags']:38s} conf_ece {row['conf_ece']:.3f} accuracy {row['accuracy']:.3f} entropy {row['entropy']:.3f}"
+        + ("  <- chosen" if chosen.get(row["method"]) == row["flags"] else "") for row in rows))
+    if args.json is not None:
+        write(args.json, document(args, rows, chosen=chosen))
 
 
 # --- The command line ----------------------------------------------------------------------------
 
-# Chosen on development worlds 0 and 1; a real model is larger, so its batches are smaller.
-TOY = {"steps": 200, "batch": 64, "limit": 4000, "world_seed": 100}
-REAL = {"steps": 20, "batch": 8, "limit": 200, "world_seed": 0}
+REAL = "--steps 20 --batch 8 --limit 200 --world-seed 0 --scoring letter,text-char --lr 3e-4 --inner-lr 0.1".split()
+CHOSEN = {                                                 # by select(), on development worlds 0-2: tests/results/selection.json
+    "ft": "--steps 150 --lr 0.003",
+    "ft-hot": "--temperature 1.5 --lr 0.001",
+    "ls": "--label-smoothing 0.2 --lr 0.003",
+    "cft": "--steps 75 --lr 0.003",
+    "cft-binned": "--bin-weight 3 --lr 0.003",
+    "reg": "--reg-weight 0.05 --lr 0.001",
+    "iterate": "--reg-weight 0.03 --lr 0.003",
+    "calm": "--eta 10 --lr 0.003",
+    "calm-scalar": "--eta 10 --lr 0.003",
+    "calm-persistent": "--alpha-lr 0.0028 --lr 0.001",
+    "calm-exact": "--alpha-lr 0.0028 --lr 0.001",
+}
 
 
 def parse(argv):
-    """Command line -> args, every value checked; ValueError or OSError says what is wrong."""
+    """Command line -> args, every value checked, with args.of[method], the same for each method: its own flags (and on the
+    toy those chosen for it), then what the user typed, then what follows its name after slashes; later wins.
+    ValueError or OSError says what is wrong."""
     def at_least(low, kind):
         def convert(text):
             value = kind(text)
-            if not (value >= low and math.isfinite(value)):
-                raise argparse.ArgumentTypeError(f"{text} is below {low}" if value < low else f"{text} is not a number")
+            if not low <= value <= 1e9:                    # NaN is neither
+                raise argparse.ArgumentTypeError(f"{text} is below {low}" if value < low else f"{text} is not a number up to 1e9")
             return value
         convert.__name__ = kind.__name__
         return convert
     count, size, share = at_least(1, int), at_least(0, int), at_least(0.0, float)
 
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     a = parser.add_argument
-    a("--methods", default=",".join(METHODS), help="comma-separated, or 'all'")
+    a("--methods", default=",".join(STORY), help=f"comma-separated, of {', '.join(METHODS)}; or all, ablations, strengths, gain; settings "
+      "of one method follow its name: calm/inner-steps=10")
     a("--seeds", type=count, default=1, help="how many worlds (toy) or repetitions (real)")
-    a("--world-seed", type=size, help=f"the first seed; {TOY['world_seed']} (toy), {REAL['world_seed']} (real)")
+    a("--world-seed", type=size, default=100, help="the first seed (a real model: 0)")
     a("--json", metavar="PATH", help="write every printed number there")
     a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
+    a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
     a("--device", default="cpu", help="cpu, cuda, mps")
+    a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
+    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char")
+    toy = parser.add_argument_group("the toy world")
+    toy.add_argument("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
+    toy.add_argument("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
+    toy.add_argument("--dpo-steps", type=size, default=60, help="of 256 comparisons")
+    toy.add_argument("--open-limit", type=count, default=300, help="questions a test set with --scoring open")
+    toy.add_argument("--select", action="store_true", help="choose each method's settings by validation questions of domain A")
     real = parser.add_argument_group("a real model")
     real.add_argument("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
     real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
     real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on")
+    real.add_argument("--train-limit", type=count, metavar="N", help="train on so many questions at most")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
     real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
-    real.add_argument("--scoring", default="letter,text-char", help="any of letter, text-sum, text-token, text-char")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
-    real.add_argument("--limit", type=count, help=f"questions a test set, and held out; {TOY['limit']} (toy), {REAL['limit']} (real)")
+    real.add_argument("--quantize", action="store_true", help="the frozen weights of the layers in 4 bits, NF4")
+    real.add_argument("--targets", default=",".join(PROJECTIONS), metavar="NAMES", help="layers with adapters: ends of their names, with wildcards")
+    real.add_argument("--merge", action="store_true", help="with --out: also a full model a method, adapters and logit adjustment in its weights")
     train = parser.add_argument_group("training")
-    train.add_argument("--steps", type=count, help=f"of every method that trains; {TOY['steps']} (toy), {REAL['steps']} (real)")
-    train.add_argument("--batch", type=count, help=f"examples a step; {TOY['batch']} (toy), {REAL['batch']} (real)")
-    train.add_argument("--lr", type=share, default=3e-4, help="AdamW's, for theta (the adapters)")
-    train.add_argument("--alpha-lr", type=share, default=5e-3, help="AdamW's, for alpha (the logit adjustment)")
+    train.add_argument("--steps", type=count, default=300, help="of every method that trains (a real model: 20)")
+    train.add_argument("--batch", type=count, default=64, help="examples a step (a real model: 8)")
+    train.add_argument("--micro-batch", type=size, default=0, metavar="N", help="so many rows in memory at a time, at a third more work; 0: the batch")
+    train.add_argument("--checkpointing", action="store_true", help="a layer in memory at a time, at a third more work")
+    train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters)")
+    train.add_argument("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
+    train.add_argument("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a token")
+    train.add_argument("--settle", type=at_least(0.0, float), default=0.0, help="share of the steps, at the end, in which alpha is held")
+    train.add_argument("--mu", type=share, default=0.001, help="L has mu/2 |theta - theta_0|^2, theta_0 the adapters at the start")
     train.add_argument("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
     train.add_argument("--inner-lr", type=share, default=0.1, help="their size")
     train.add_argument("--eta", type=share, default=3.0, help="BOME's eta: how hard the training loss holds")
     train.add_argument("--entropy-of", default="adjusted", choices=["adjusted", "raw"], help="logits the entropy looks at")
-    train.add_argument("--reg-weight", type=share, default=0.3, help="w of the method reg")
+    train.add_argument("--reg-weight", type=share, default=0.1, help="w of the methods reg and iterate")
+    train.add_argument("--label-smoothing", type=share, default=0.0, help="of L, as in the method ls")
+    train.add_argument("--temperature", type=at_least(0.01, float), default=1.0, help="alpha starts at log_scale = -log of it")
+    train.add_argument("--choices", action="store_true", help="L is the loss on questions with their options, as in cft")
+    train.add_argument("--bin-weight", type=share, default=1.0, help="of the penalty of cft-binned")
+    train.add_argument("--products", type=count, default=20, help="of CG, in calm-exact and --check")
+    train.add_argument("--check", type=size, default=0, help="compare alpha's direction with the exact hypergradient every so many steps")
+    train.add_argument("--save-every", type=size, default=0, metavar="N", help="with --out: checkpoint.pt every N steps, and at Ctrl-C")
+    train.add_argument("--resume", action="store_true", help="with --out: go on from what is there, checkpoint and finished methods")
     train.add_argument("--rank", type=count, default=8, help="of the adapters")
     train.add_argument("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
-    train.add_argument("--pretrain-steps", type=count, default=1000, help="toy only")
-    train.add_argument("--dpo-steps", type=size, default=60, help="toy only")
-    args = parser.parse_args(argv)
+    train.add_argument("--samples", type=at_least(2, int), default=10, help="answers to a question with --scoring open")
+    train.add_argument("--answer-tokens", type=count, default=4, help="the longest answer with --scoring open")
 
-    for name, value in (REAL if args.model else TOY).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.methods = METHODS if args.methods == "all" else list(dict.fromkeys(args.methods.split(",")))
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    if args.model:
+        args = parser.parse_args(REAL + argv)
+    many = {"all": list(METHODS), "ablations": ABLATIONS, "gain": GAIN,
+            "strengths": [f"{name}/{m.strengths[0]}={s:g}" for name, m in METHODS.items() if m for s in m.strengths[1:]]}
+    args.methods = list(dict.fromkeys(name for given in args.methods.split(",") for name in many.get(given, [given])))
     args.scoring = list(dict.fromkeys(args.scoring.split(",")))
-    for what, given, known in (("method", args.methods, METHODS),
-                               ("scoring", args.scoring, ["letter", "text-sum", "text-token", "text-char"])):
+    scorings = ["letter", "text-sum", "text-token", "text-char"] if args.model else ["letter", "open"]
+    for what, given, known in (("method", [m.split("/")[0] for m in args.methods], list(METHODS)), ("scoring", args.scoring, scorings)):
         for name in given:
             if name not in known:
                 raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
+
+    def parse_method(method, extra=""):
+        name, *settings = method.split("/")
+        for setting in settings:
+            if setting.split("=")[0].replace("-", "_") not in {action.dest for action in train._group_actions}:
+                raise ValueError(f"{method}: {setting.split('=')[0]!r} is not a setting of a method; see the group training of --help")
+        own = (METHODS[name].flags.split() if METHODS[name] else []) + (REAL if args.model else CHOSEN.get(name, "").split())
+        return parser.parse_args(own + argv + [part for s in settings for part in f"--{s}".split("=", 1)] + extra.split())
+
+    args.command = "python train.py " + shlex.join(argv)
+    args.of = {method: parse_method(method) for method in args.methods}
+    for method, its in args.of.items():
+        if its.label_smoothing > 1 or its.settle > 1:
+            raise ValueError(f"{method}: --label-smoothing and --settle are shares, at most 1")
+        if rank()[1] > its.batch:
+            raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
+        if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
+            raise ValueError(f"{method}: calm-exact and --check run in one process, without torchrun")
+        if its.choices and args.model and "letter" not in args.scoring:
+            raise ValueError(f"{method} trains on option letters: --scoring must have letter")
     if args.model and not args.train:
         raise ValueError("--model needs --train FILE, the questions to train on")
     if not args.model and (args.train or args.eval):
         raise ValueError("--train and --eval need --model DIR")
+    if (args.resume or args.save_every) and not args.out:
+        raise ValueError("--resume and --save-every need --out DIR")
+    if args.merge and not (args.out and args.model):
+        raise ValueError("--merge needs --out DIR and --model DIR")
+    if args.select and args.model:
+        raise ValueError("--select works on the toy world")
+    if args.select:
+        args.of = parse_method
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs the package matplotlib: pip install matplotlib")
     if args.json is not None:
         check_output(args.json)
-    if args.out is not None:
-        folder = Path(args.out).absolute()
-        while not folder.exists():
-            folder = folder.parent
-        if not args.out or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise NotADirectoryError(f"--out {args.out}: {folder} is not a directory that can be written")
+    for flag in ("out", "plot"):
+        target = getattr(args, flag)
+        if target is not None:
+            folder = Path(target).absolute()
+            while not folder.exists():
+                folder = folder.parent
+            if not target or not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise NotADirectoryError(f"--{flag} {target}: {folder} is not a directory that can be written")
+    if rank()[0] > 0:
+        args.json = args.plot = None                       # the first process writes
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
@@ -463,17 +954,28 @@ def parse(argv):
 
 def main(argv=None):
     """Run, and turn what can go wrong outside the code into one sentence and an exit code: 2, or 130 for Ctrl-C."""
-    kept = []
+    kept, args = [], None
     try:
-        run(parse(argv), kept)
-    except (MemoryError, torch.OutOfMemoryError):
-        print("train.py: out of memory; --batch, --limit, --rank and --dtype bfloat16 lower it", file=sys.stderr)
+        with processes():
+            args = parse(argv)
+            if args.select:
+                select(args, args.of)
+            else:
+                run(args, kept)
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not re.search("out of memory|alloc|storage size", str(error)):
+            raise
+        print("train.py: out of memory; --micro-batch 1, --checkpointing, --dtype bfloat16, --quantize, a smaller --batch or --rank "
+              "and fewer --targets lower it", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        known = isinstance(error, OSError) and error.filename      # instead of "[Errno 2] ..."
+        print(f"train.py: {error.filename}: {error.strerror}" if known else f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\ntrain.py: interrupted" + "".join(f"; what had finished is in {path}" for path in kept), file=sys.stderr)
+        if rank()[0] == 0:
+            print("\ntrain.py: interrupted" + "".join(f"; what had finished is in {path}" for path in kept)
+                  + ("; --resume goes on from there" if args and args.out else ""), file=sys.stderr)
         return 130
     return 0
 

@@ -23,13 +23,13 @@ def test_world_distributions_and_pools(world):
     assert top[:, :half].min() >= 0.7 and top[:, :half].max() <= 0.95
     assert top[:, half:].min() >= 0.3 and top[:, half:].max() <= 0.7
     a, b = world.tokens_of[:half].any(0), world.tokens_of[half:].any(0)
-    assert a.sum() == 16 and b.sum() == 16 and (a & b).sum() == 8
+    assert a.sum() == 16 and b.sum() == 16 and (a & b).sum() == 2
     assert (world.tokens_of.sum(1) == 12).all()
     assert torch.equal(World(seed=3).p, world.p) and not torch.equal(World(seed=4).p, world.p)
 
 
 def test_world_splits_are_disjoint_and_complete(world):
-    parts = torch.cat([world.split[s] for s in ("train", "heldout", "test")])
+    parts = torch.cat([world.split[s] for s in ("train", "heldout", "valid", "test")])
     assert torch.equal(parts.sort().values, torch.arange(world.subjects))
 
 
@@ -41,6 +41,29 @@ def test_world_samples_follow_the_distributions(world):
     top = world.p[s, r].max(-1)
     hit = (top.indices == ids[:, 4]).float().mean()
     assert hit == pytest.approx(top.values.mean().item(), abs=4 * (0.25 / 20_000) ** 0.5)
+
+
+def test_every_name_is_said_and_means_its_value(world):
+    """Sentences say a value by names of one to three tokens, END follows, and the targets are the answer alone."""
+    g = torch.Generator().manual_seed(0)
+    ids, targets = world.sentences(500, "A", "train", g)
+    assert ids.shape == targets.shape == (500, 8) and (targets[:, :3] == IGNORE).all() and (targets[:, -1] == IGNORE).all()
+    lengths = set()
+    for row, said in zip(ids.tolist(), targets.tolist()):
+        answer = [t for t in said if t != IGNORE]
+        assert answer == row[4:4 + len(answer)] and answer[-1] == world.END
+        assert world.meaning[tuple(answer[:-1])] == answer[0] and world.p[row[1] - 2, row[2] - 2 - world.subjects][answer[0]] > 0
+        lengths.add(len(answer))
+    assert lengths == {2, 3, 4}
+    names = [tuple(t for t in name if t not in (IGNORE, world.END)) for v in set(world.meaning.values()) for name in world.names[v].tolist()]
+    assert len(names) == len(set(names)) == len(world.meaning) == 3 * 30
+
+
+def test_open_questions_are_asked_of_the_same_facts(world):
+    questions = world.open_questions(400, "B", "test", torch.Generator().manual_seed(0))
+    for q in questions:
+        p = world.p[q.prompt[1] - 2, q.prompt[2] - 2 - world.subjects]
+        assert len(q.options) == 30 and p[q.options[q.gold][0]] > 0
 
 
 def test_preferences_always_choose_the_likelier_answer(world):

@@ -3,6 +3,7 @@ import copy
 import json
 import os
 import shutil
+import tracemalloc
 import weakref
 
 import bitsandbytes.functional
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import model as model_file
-from bilevel import LogitAdjustment
+from bilevel import LogitAdjustment, peak_bytes
 from model import (Config, LoRALinear, NF4Linear, RMSNorm, Transformer, add_lora, generate, load_adapters, merged,
                    nf4_dequantize, nf4_quantize, quantize_base, read_safetensors, rope_tables, rotate, save_adapters,
                    save_pretrained, write_safetensors)
@@ -278,12 +279,31 @@ def test_weights_are_read_one_by_one_into_the_target_dtype(tmp_path, monkeypatch
 
     def watched(path):
         for name, tensor in read(path):
-            assert all(ref() is None for ref in earlier[:-1]), "a tensor outlives its turn in float32"
+            assert all(ref() is None for ref in earlier), "a tensor outlives its turn in float32"
             earlier.append(weakref.ref(tensor))
-            yield name, tensor
+            held = [tensor]
+            del tensor
+            yield name, held.pop()
     monkeypatch.setattr(model_file, "read_safetensors", watched)
     model = Transformer.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert len(earlier) > 20 and {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loading_needs_the_weights_and_one_tensor(dtype, tmp_path):
+    """Peak host memory: what torch allocates beside what Python does, the raw bytes of the tensor that is being read."""
+    config = dict(SMALL, vocab_size=8000, hidden_size=192, intermediate_size=2000)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).save_pretrained(tmp_path, max_shard_size="7MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    Transformer.from_pretrained(tmp_path, dtype=dtype)                     # what is imported on first use counts for nothing
+    kept = []
+    tracemalloc.start()
+    torch_bytes = peak_bytes(lambda: kept.append(Transformer.from_pretrained(tmp_path, dtype=dtype)))
+    python_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    weights = sum(p.numel() * p.element_size() for p in kept[0].parameters())
+    one = max(4 * p.numel() for p in kept[0].parameters())                 # the files hold float32
+    assert torch_bytes + python_bytes < weights + one + 500_000            # the last term for the module objects; a layer's MLP tensor has 1,500,000
 
 
 # --- A 4-bit base --------------------------------------------------------------------------------
