@@ -80,6 +80,7 @@ def check_probabilities(probabilities, labels):
 
 
 def check_labels(labels, n, k):
+    """ValueError unless labels are n whole numbers in 0..k-1."""
     if labels.shape != (n,) or labels.dtype.kind not in "iu":
         raise ValueError(f"labels must be {n} integers, one a row, not {labels.dtype} of shape {labels.shape}")
     if labels.min() < 0 or labels.max() >= k:
@@ -485,6 +486,7 @@ def read_predictions(path):
 
 
 def main(argv=None):
+    """The command line: exits with 2 for bad input, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description="All metrics and reliability diagrams of a file of predictions.")
     parser.add_argument("predictions", help="JSON lines, plain or .gz: method, domain, probabilities, choice, gold")
     parser.add_argument("--bins", type=int, default=10, help="equal-width bins (default 10)")

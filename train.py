@@ -587,6 +587,7 @@ def real_task(args, seed):
 # --- Methods over tasks --------------------------------------------------------------------------
 
 def gold_of(questions):
+    """The index of the right option of every question, (n,)."""
     return torch.tensor([q.gold for q in questions])
 
 
