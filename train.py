@@ -236,12 +236,37 @@ def settings_of(args):
                                                    "command")}
 
 
+def save(path, method, args, seed, problem, optimizer, generator, state, trace):
+    """Everything that the steps to come depend on, tensors and plain types only, in one move."""
+    carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
+    saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta, "alpha": problem.alpha, "carried": carried,
+             "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda f: torch.save(saved, f))
+
+
 def read_checkpoint(path):
-    """The dict that fit's save() wrote: tensors and plain types only, so that loading it runs no code."""
+    """The dict that `save` wrote; loading it runs no code."""
     try:
         return torch.load(path, weights_only=True)
     except Exception as error:                             # a torn file can make torch raise anything
         raise ValueError(f"{path}: not a checkpoint ({type(error).__name__})") from None
+
+
+def restore(path, method, args, seed, problem, optimizer, generator, state):
+    """Put back what `save` wrote and return the trace, one report a finished step; [] if it is another method's or seed's."""
+    saved = read_checkpoint(path)
+    if (saved["method"], saved["seed"]) != (method, seed):
+        return []
+    if saved["settings"] != settings_of(args):
+        raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
+    with torch.no_grad():
+        for p, q in zip(problem.theta + problem.alpha, saved["theta"] + saved["alpha"]):
+            p.copy_(q)
+    optimizer.load_state_dict(saved["optimizer"])
+    generator.set_state(saved["random"])
+    state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+    return saved["trace"]
 
 
 def read_results(args):
@@ -264,25 +289,11 @@ def read_results(args):
 LOGITS_AT_ONCE = 2 ** 24                                   # positions x vocabulary: 64 MB in float32
 
 
-def fit(task, method, args, seed):
-    """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
-    adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
-
-    theta's learning rate is constant, then falls to zero over the second half. In the last `settle` of the
-    steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = task.model.embed_tokens.weight.device
-    with torch.no_grad():
-        for key, p in task.adapters.items():
-            bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
-            p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
-    adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(device)
-    with torch.no_grad():
-        adjustment.log_scale.fill_(-math.log(args.temperature))
+def problem_of(task, adjustment, args, state):
+    """CALM's bilevel problem on a task: L at the supervised tokens and F at the held-out answer positions of the step's
+    data, which draw(generator) puts into `state`. Returns the problem and draw."""
     theta, alpha = list(task.adapters.values()), [p for p in adjustment.parameters() if p.requires_grad]
     theta_0 = [p.detach().clone() for p in theta]
-    state = {}                                             # the closures read the step's data from here
     task.model.checkpointing, (number, ranks) = args.checkpointing, rank()
 
     def hidden_at(ids, mask):
@@ -314,7 +325,7 @@ def fit(task, method, args, seed):
         return whole(state["heldout_share"] * mean_over(lambda z: negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None),
                                                         hidden_at(state["heldout"], state["heldout_mask"])))
 
-    def draw():
+    def draw(generator):
         if args.choices:
             questions = task.choices(args.batch, generator)
             (ids, mask), gold = answer_positions(questions), torch.tensor([q.gold for q in questions])
@@ -328,46 +339,46 @@ def fit(task, method, args, seed):
             state[name] = int(mine[mask].sum()) / max(1, int(new[mask].sum()))
         if not args.choices:
             mine["targets"] = mine["targets"][mine["mask"]]                # (N,)
-        state.update({key: x.to(device) for key, x in mine.items()})
+        state.update({key: x.to(theta[0].device) for key, x in mine.items()})
 
-    problem = Bilevel(theta, alpha, lower, upper, outputs, lambda z: data_term(z, state["targets"]), summed)
+    return Bilevel(theta, alpha, lower, upper, outputs, lambda z: data_term(z, state["targets"]), summed), draw
+
+
+def fit(task, method, args, seed):
+    """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
+    adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
+
+    theta's learning rate is constant, then falls to zero over the second half. In the first `wait` and the last `settle`
+    of the steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in task.adapters.items():
+            bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
+            p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
+    adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(task.model.embed_tokens.weight.device)
+    with torch.no_grad():
+        adjustment.log_scale.fill_(-math.log(args.temperature))
+    state = {}                                             # the step's data, and what the method carries from step to step
+    problem, draw = problem_of(task, adjustment, args, state)
+    theta, alpha, direction = problem.theta, problem.alpha, METHODS[method.split("/")[0]].direction
     optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha}], weight_decay=0.0)
     trace, checkpoint = [], Path(args.out or "", "checkpoint.pt")
-
-    def save():
-        if number > 0:
-            return
-        carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
-        saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": theta, "alpha": alpha, "carried": carried,
-                 "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(checkpoint, lambda f: torch.save(saved, f))
-
     if args.resume and checkpoint.is_file():
-        saved = read_checkpoint(checkpoint)
-        if (saved["method"], saved["seed"]) == (method, seed):
-            if saved["settings"] != settings_of(args):
-                raise ValueError(f"{checkpoint}: made with other settings; give the same flags, or another --out")
-            with torch.no_grad():
-                for p, q in zip(theta + alpha, saved["theta"] + saved["alpha"]):
-                    p.copy_(q)
-            optimizer.load_state_dict(saved["optimizer"])
-            generator.set_state(saved["random"])
-            trace = saved["trace"]
-            state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+        trace = restore(checkpoint, method, args, seed, problem, optimizer, generator, state)
     with tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None) as bar, finish_the_step() as interrupted:
         for step in bar:
-            settling = step >= args.steps * (1 - args.settle)
+            held = not args.steps * args.wait <= step < args.steps * (1 - args.settle)
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
-            optimizer.param_groups[1]["lr"] = 0.0 if settling else args.alpha_lr
+            optimizer.param_groups[1]["lr"] = 0.0 if held else args.alpha_lr
             state["step"] = step
-            draw()
-            d_theta, d_alpha, report = (ft_direction if settling else METHODS[method.split("/")[0]].direction)(problem, args, state)
+            draw(generator)
+            d_theta, d_alpha, report = (ft_direction if held else direction)(problem, args, state)
             for key in ("lower", "upper"):
                 if not math.isfinite(report.get(key, 0.0)):
                     raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr"
                                              + (f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""))
-            if args.check and step % args.check == args.check - 1 and not settling:
+            if args.check and step % args.check == args.check - 1 and not held:
                 truth, reference = hypergradient(problem, args)
                 h = report.get("direction", flatten(d_alpha, alpha))
                 report |= {**compare(h, flatten(truth, alpha)), "gauss_newton": float(reference["negative_curvature"])}
@@ -377,8 +388,8 @@ def fit(task, method, args, seed):
             trace.append({k: v for k, v in report.items() if isinstance(v, float)} | {"log_scale": adjustment.log_scale.mean().item()})
             bar.set_postfix({k: f"{v:.3f}" for k, v in trace[-1].items()})
             stop = summed(torch.tensor(float(len(interrupted)))) > 0       # anywhere
-            if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0):
-                save()
+            if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0) and rank()[0] == 0:
+                save(checkpoint, method, args, seed, problem, optimizer, generator, state, trace)
             if stop:
                 raise KeyboardInterrupt
     if not all(p.isfinite().all() for p in theta + alpha):
@@ -496,7 +507,19 @@ def toy_task(args, seed, trained="A"):
     valid = {scoring: ask(trained, "valid", scoring) for scoring in scorings}
     tests = [(name, scoring, ask(domain, "test", scoring)) for scoring in scorings
              for name, domain in (("id", trained), ("ood", aligned))]
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), lambda n, g: world.sentences(n, trained, "train", g), inputs,
+
+    def few(draw):
+        """draw(n, g) from --train-limit rows that are drawn once; all of them if n is as many."""
+        if not args.train_limit:
+            return draw
+        pool = draw(args.train_limit, generator)
+
+        def again(n, g):
+            rows = torch.randperm(args.train_limit, generator=g)[:n]
+            return [x[rows] for x in pool]
+        return again
+
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), few(lambda n, g: world.sentences(n, trained, "train", g)), few(inputs),
                 lambda n, g: world.questions(n, trained, "train", g), valid, tests,
                 lambda answer: world.meaning.get(tuple(answer), tuple(answer) or None), (world.END,))
 
@@ -766,33 +789,42 @@ LEARNING_RATES = (1e-3, 3e-3)
 
 
 def select(args, parse_method):
-    """On the worlds of --world-seed and --seeds, six settings a method: three strengths by two learning rates of theta.
+    """Of several settings of a method the best, by domain A's validation questions, which no loss has seen, over the worlds
+    (real: splits of the file) of --world-seed and --seeds. A method without a slash stands for six settings of it on the toy.
 
-    The rule, the same for all, looks at questions about domain A's "valid" subjects only, which no loss has seen: among the settings whose mean conf-ECE
-    is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the most
-    entropy; if there is none, the one with the lowest conf-ECE. So the question asked of a method is how
-    much uncertainty it buys for what domain A may lose.
+    The rule on the toy, where A is calibrated and the best for A alone were to do nothing: among the settings whose mean
+    conf-ECE is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the
+    most entropy - how much uncertainty does it buy for what A may lose? - and if there is none, the one with the lowest
+    conf-ECE. The rule for a real model, which is not calibrated on A: the lowest NLL.
     """
-    torch.set_num_threads(1)
-    settings = [(name, f"--{m.strengths[0]} {strength:g} --lr {lr:g}") for name, m in METHODS.items()
-                if m and name in args.methods for strength in m.strengths[1:] for lr in LEARNING_RATES]
-    found = {key: [] for key in [("aligned", ""), *settings]}
+    if not args.model:
+        torch.set_num_threads(1)
+    settings = []
+    for name, *given in (method.split("/") for method in args.methods):
+        if METHODS[name] and (given or args.model):
+            settings.append((name, " ".join("--" + setting.replace("=", " ") for setting in given)))
+        elif METHODS[name]:
+            flag, *strengths = METHODS[name].strengths
+            settings += [(name, f"--{flag} {strength:g} --lr {lr:g}") for strength in strengths for lr in LEARNING_RATES]
+    found, scoring = {key: [] for key in [("aligned", ""), *settings]}, args.scoring[0]
     for seed in range(args.world_seed, args.world_seed + args.seeds):
-        task = toy_task(args, seed)
-        questions = task.valid["letter"]
+        task = real_task(args, seed) if args.model else toy_task(args, seed)
+        questions = task.valid[scoring]
         for name, flags in found:
             adjustment, _ = train_method(task, name, parse_method(name, flags), seed)
-            p = scores_of(task, adjustment, questions, "letter").softmax(-1)
-            found[name, flags].append({**evaluate(p, gold_of(questions)), "entropy": float(-(p * p.log()).sum(-1).mean())})
-    rows = [{"method": name, "flags": flags, **{k: sum(r[k] for r in results) / len(results) for k in ("conf_ece", "accuracy", "entropy")}}
+            p = scores_of(task, adjustment, questions, scoring).softmax(-1)
+            found[name, flags].append({**evaluate(p, gold_of(questions)), "entropy": float(torch.special.entr(p).sum(-1).mean())})
+    rows = [{"method": name, "flags": flags, **{k: sum(r[k] for r in results) / len(results) for k in ("conf_ece", "accuracy", "nll", "entropy")}}
             for (name, flags), results in found.items()]
     chosen = {}
     for name in dict.fromkeys(name for name, _ in settings):
         here = [row for row in rows if row["method"] == name]
         allowed = [row for row in here if row["conf_ece"] <= 0.05 and row["accuracy"] >= rows[0]["accuracy"] - 0.01]
-        chosen[name] = (max(allowed, key=lambda row: row["entropy"]) if allowed else min(here, key=lambda row: row["conf_ece"]))["flags"]
+        best = min(here, key=lambda row: row["nll"]) if args.model else max(allowed, key=lambda row: row["entropy"]) if allowed else \
+            min(here, key=lambda row: row["conf_ece"])
+        chosen[name] = best["flags"]
     print("validation questions of domain A\n" + "\n".join(
-        f"  {row['method']:16s} {row['flags']:38s} conf_ece {row['conf_ece']:.3f} accuracy {row['accuracy']:.3f} entropy {row['entropy']:.3f}"
+        f"  {row['method']:16s} {row['flags']:38s}" + "".join(f" {key} {row[key]:.3f}" for key in ("conf_ece", "accuracy", "nll", "entropy"))
         + ("  <- chosen" if chosen.get(row["method"]) == row["flags"] else "") for row in rows))
     if args.json is not None:
         write(args.json, document(args, rows, chosen=chosen))
@@ -841,18 +873,18 @@ def parse(argv):
     a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
     a("--device", default="cpu", help="cpu, cuda, mps")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
+    a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; --batch N is all of them")
     a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char")
+    a("--select", action="store_true", help="choose among settings of the methods by validation questions of domain A")
     toy = parser.add_argument_group("the toy world")
     toy.add_argument("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
     toy.add_argument("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
     toy.add_argument("--dpo-steps", type=size, default=60, help="of 256 comparisons")
     toy.add_argument("--open-limit", type=count, default=300, help="questions a test set with --scoring open")
-    toy.add_argument("--select", action="store_true", help="choose each method's settings by validation questions of domain A")
     real = parser.add_argument_group("a real model")
     real.add_argument("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
     real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
     real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on")
-    real.add_argument("--train-limit", type=count, metavar="N", help="train on so many questions at most")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
     real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
@@ -867,7 +899,8 @@ def parse(argv):
     train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters)")
     train.add_argument("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
     train.add_argument("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a token")
-    train.add_argument("--settle", type=at_least(0.0, float), default=0.0, help="share of the steps, at the end, in which alpha is held")
+    train.add_argument("--wait", type=share, default=0.0, help="share of the steps, at the start, in which alpha is held")
+    train.add_argument("--settle", type=share, default=0.0, help="the same at the end")
     train.add_argument("--mu", type=share, default=0.001, help="L has mu/2 |theta - theta_0|^2, theta_0 the adapters at the start")
     train.add_argument("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
     train.add_argument("--inner-lr", type=share, default=0.1, help="their size")
@@ -912,8 +945,8 @@ def parse(argv):
     args.command = "python train.py " + shlex.join(argv)
     args.of = {method: parse_method(method) for method in args.methods}
     for method, its in args.of.items():
-        if its.label_smoothing > 1 or its.settle > 1:
-            raise ValueError(f"{method}: --label-smoothing and --settle are shares, at most 1")
+        if max(its.label_smoothing, its.wait, its.settle) > 1:
+            raise ValueError(f"{method}: --label-smoothing, --wait and --settle are shares, at most 1")
         if rank()[1] > its.batch:
             raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
         if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
@@ -928,8 +961,6 @@ def parse(argv):
         raise ValueError("--resume and --save-every need --out DIR")
     if args.merge and not (args.out and args.model):
         raise ValueError("--merge needs --out DIR and --model DIR")
-    if args.select and args.model:
-        raise ValueError("--select works on the toy world")
     if args.select:
         args.of = parse_method
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:

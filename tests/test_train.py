@@ -201,6 +201,22 @@ def test_ctrl_c_in_a_step_waits_for_its_end_and_saves_it(toy, monkeypatch, tmp_p
     assert len(train.fit(task, "ft", args, 0)[1]) == 5     # step 2 is not done again
 
 
+def test_alpha_is_held_at_the_start_and_at_the_end(toy):
+    task, args, _ = toy
+    its = argparse.Namespace(**{**vars(args.of["calm-persistent"]), "steps": 8, "wait": 0.25, "settle": 0.25})
+    scale = [step["log_scale"] for step in train.fit(task, "calm-scalar", its, 0)[1]]
+    assert scale[:2] == [0, 0] and len(set(scale[1:6])) == 5 and scale[5] == scale[6] == scale[7]
+
+
+def test_a_full_batch_is_the_same_rows_at_every_step():
+    args = train.parse([*QUICK, "--train-limit", "24", "--batch", "24", "--lr", "0", "--alpha-lr", "0", "--methods", "calm-scalar"])
+    trace = train.fit(train.toy_task(args, 0), "calm-scalar", args.of["calm-scalar"], 0)[1]
+    assert len({round(step["lower"], 5) for step in trace}) == len({round(step["upper"], 5) for step in trace}) == 1
+    args = train.parse([*QUICK, "--lr", "0", "--alpha-lr", "0", "--methods", "calm-scalar"])
+    trace = train.fit(train.toy_task(args, 0), "calm-scalar", args.of["calm-scalar"], 0)[1]
+    assert len({round(step["lower"], 5) for step in trace}) == 3
+
+
 def test_the_binned_penalty_pulls_towards_the_measured_accuracy(toy, monkeypatch):
     """All confident and all wrong: after 50 steps the bin's accuracy is 0, and the penalty spreads the top's probability."""
     z = torch.tensor([[3.0, 0.0, 0.0, 0.0]] * 8, requires_grad=True)
