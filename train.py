@@ -362,7 +362,7 @@ def fit(task, method, args, seed):
     state = {}                                             # the step's data, and what the method carries from step to step
     problem, draw = problem_of(task, adjustment, args, state)
     theta, alpha, direction = problem.theta, problem.alpha, METHODS[method.split("/")[0]].direction
-    optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha}], weight_decay=0.0)
+    optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha, "lr": args.alpha_lr}], weight_decay=0.0)
     trace, checkpoint = [], Path(args.out or "", "checkpoint.pt")
     if args.resume and checkpoint.is_file():
         trace = restore(checkpoint, method, args, seed, problem, optimizer, generator, state)
@@ -370,7 +370,6 @@ def fit(task, method, args, seed):
         for step in bar:
             held = not args.steps * args.wait <= step < args.steps * (1 - args.settle)
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
-            optimizer.param_groups[1]["lr"] = 0.0 if held else args.alpha_lr
             state["step"] = step
             draw(generator)
             d_theta, d_alpha, report = (ft_direction if held else direction)(problem, args, state)
@@ -382,8 +381,8 @@ def fit(task, method, args, seed):
                 truth, reference = hypergradient(problem, args)
                 h = report.get("direction", flatten(d_alpha, alpha))
                 report |= {**compare(h, flatten(truth, alpha)), "gauss_newton": float(reference["negative_curvature"])}
-            for p, d in zip(theta + alpha, d_theta + d_alpha):
-                p.grad = d
+            for p, d in zip(theta + alpha, d_theta + (d_alpha if not held else [None] * len(alpha))):
+                p.grad = d                                 # without one AdamW passes over a parameter
             optimizer.step()
             trace.append({k: v for k, v in report.items() if isinstance(v, float)} | {"log_scale": adjustment.log_scale.mean().item()})
             bar.set_postfix({k: f"{v:.3f}" for k, v in trace[-1].items()})
@@ -672,7 +671,7 @@ def run_method(task, method, args, seed):
     return rows, panels, predictions, trace
 
 
-COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier", "auroc"]
+COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "auroc"]          # --json has them all
 OPEN_COLUMNS = ["accuracy", "confidence", "sem_ece", "sem_ece_split"]
 
 
