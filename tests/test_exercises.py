@@ -193,7 +193,7 @@ def test_exercise_10_a_newton_step_on_alpha():
 
     def value(at):
         h(at)
-        return float(problem.upper())
+        return problem.upper().item()
 
     lowest = value(newton)
     assert all(value(newton + sign * e) > lowest for e in torch.eye(8, dtype=torch.float64) for sign in (0.1, -0.1))
