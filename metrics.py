@@ -13,6 +13,7 @@ at all rows at once, so a result cannot depend on how the data were batched.
 import argparse
 import collections
 import gzip
+import itertools
 import json
 import math
 import os
@@ -232,8 +233,8 @@ def fit_temperature(logits, labels):
     """T > 0 that minimises the NLL of softmax(logits / T) (Guo et al., ICML 2017, section 4.2).
 
     logits (n, k), -inf where a question has no such option; labels (n,). The NLL is convex in b = 1/T
-    with slope mean(E_p[z] - z_label), so T comes from bisecting the slope's sign, in float64, over
-    T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds. ValueError on
+    with slope mean(E_p[z] - z_label) and curvature mean(Var_p[z]), so T comes from Newton's method with
+    bisection, in float64, over T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds. ValueError on
     NaN, +inf, or a label whose logit is -inf.
     """
     z, labels = as_array(logits), as_array(labels)
@@ -244,24 +245,27 @@ def fit_temperature(logits, labels):
         raise ValueError("logits must not be NaN or +inf, and a label's logit not -inf")
     parts = np.array_split(np.arange(len(z)), -(-z.size // 2 ** 22))       # logits over a vocabulary are large: some rows at a time
 
-    def loss_and_slope(b):
-        loss, slope = 0.0, 0.0
+    def derivatives(b):                                    # of the NLL: itself, its slope and its curvature, the variance of z
+        sums = np.zeros(3)
         for rows in parts:
             x, y = z[rows].astype(float), labels[rows]
             x -= x.max(1, keepdims=True)                   # (rows, k), at most 0
-            e, right = np.exp(b * x), x[np.arange(len(x)), y]
+            p, right = np.exp(b * x), x[np.arange(len(x)), y]
+            total = p.sum(1)
             x[np.isneginf(x)] = 0                          # an absent option has p = 0: it must not make 0 x inf
-            total = e.sum(1)
-            loss += (np.log(total) - b * right).sum()
-            slope += ((e * x).sum(1) / total - right).sum()
-        return loss / len(z), slope / len(z)
+            mean, square = np.einsum("nk,nk->n", p, x) / total, np.einsum("nk,nk,nk->n", p, x, x) / total
+            sums += [(np.log(total) - b * right).sum(), (mean - right).sum(), (square - mean ** 2).sum()]
+        return sums / len(z)
 
-    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]   # of b
-    while high / low > 1 + 1e-12:
-        b = math.sqrt(low * high)
-        low, high = (b, high) if loss_and_slope(b)[1] < 0 else (low, b)
-    b = math.sqrt(low * high)
-    if not loss_and_slope(b)[0] < loss_and_slope(1.0)[0]:
+    low, high, b = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0], 1.0      # of b
+    for step in itertools.count(1):                        # Newton's, but every third halves the bracket's logarithm
+        _, slope, curvature = derivatives(b)
+        low, high = (b, high) if slope < 0 else (low, b)
+        newton = b - slope / curvature if curvature > 0 else math.inf
+        if high / low < 1 + 1e-12 or abs(newton - b) < 1e-12 * b:
+            break
+        b = newton if step % 3 and low < newton < high else math.sqrt(low * high)
+    if not derivatives(b)[0] < derivatives(1.0)[0]:
         return 1.0
     for bound in TEMPERATURES:
         if math.isclose(1 / b, bound, rel_tol=1e-9):
