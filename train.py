@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import io
 import json
 import math
 import os
@@ -98,12 +99,12 @@ def binned_direction(problem, args, state, bins=10):
     confidence, choice = p.detach().max(-1)
     bin_of = (confidence * bins).long().clamp_max(bins - 1)
     if state["step"] % 50 == 0:                            # the bins' accuracies, re-estimated
-        right, count = state.get("counts", (torch.zeros(bins), torch.zeros(bins)))
-        middle = (torch.arange(bins) + 0.5) / bins         # an empty bin is right as often as it says
-        state["accuracy"] = torch.where(count > 0, right / count.clamp_min(1), middle).to(z.device)
-        state["counts"] = torch.zeros(bins), torch.zeros(bins)
-    for counts, amount in zip(state["counts"], ((choice == gold).float(), torch.ones(len(gold)))):
-        counts += summed(torch.zeros(bins).index_add(0, bin_of.cpu(), amount.cpu()))
+        right, count = state.get("counts", (z.new_zeros(bins), z.new_zeros(bins)))
+        middle = (torch.arange(bins, device=z.device) + 0.5) / bins        # an empty bin is right as often as it says
+        state["accuracy"] = torch.where(count > 0, right / count.clamp_min(1), middle)
+        state["counts"] = z.new_zeros(bins), z.new_zeros(bins)
+    for counts, amount in zip(state["counts"], ((choice == gold).to(z.dtype), torch.ones_like(confidence))):
+        counts += summed(z.new_zeros(bins).index_add(0, bin_of, amount))
     top = state["accuracy"][bin_of][:, None]               # (B, 1)
     target = ((1 - top) / (p.shape[1] - 1)).expand_as(p).scatter(1, choice[:, None], top)
     L = problem.lower()
@@ -236,12 +237,16 @@ def settings_of(args):
                                                    "command")}
 
 
-def read_checkpoint(path):
+def read_checkpoint(path, device="cpu"):
     """The dict that fit's save() wrote: tensors and plain types only, so that loading it runs no code."""
     try:
-        return torch.load(path, weights_only=True)
+        saved = torch.load(path, map_location=device, weights_only=True)
+        missing = {"method", "seed", "settings", "theta", "alpha", "carried", "optimizer", "random", "trace"} - saved.keys()
     except Exception as error:                             # a torn file can make torch raise anything
         raise ValueError(f"{path}: not a checkpoint ({type(error).__name__})") from None
+    if missing:
+        raise ValueError(f"{path}: not a checkpoint of this program (it has no {', '.join(sorted(missing))})")
+    return saved
 
 
 def read_results(args):
@@ -249,11 +254,11 @@ def read_results(args):
     path = Path(args.out, "results.json")
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        predictions = path.with_name("predictions.jsonl").read_text(encoding="utf-8").splitlines()
+        whole_lines, _, _ = path.with_name("predictions.jsonl").read_text(encoding="utf-8").rpartition("\n")   # the last one may be torn
         same = {k: v for k, v in saved["config"].items() if k in settings_of(args)} == json.loads(json.dumps(settings_of(args)))
         rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in saved["rows"]]
         finished = {(row["method"], row["seed"]) for row in rows}
-        predictions = [p for p in map(json.loads, filter(None, predictions)) if (p["method"], p["seed"]) in finished]
+        predictions = [p for p in map(json.loads, filter(None, whole_lines.split("\n"))) if (p["method"], p["seed"]) in finished]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
     if not same:
@@ -341,10 +346,12 @@ def fit(task, method, args, seed):
         saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": theta, "alpha": alpha, "carried": carried,
                  "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
         checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(checkpoint, lambda f: torch.save(saved, f))
+        buffer = io.BytesIO()                              # torch's own writer hides a full disk behind a RuntimeError
+        torch.save(saved, buffer)
+        write_atomically(checkpoint, lambda f: f.write(buffer.getbuffer()))
 
     if args.resume and checkpoint.is_file():
-        saved = read_checkpoint(checkpoint)
+        saved = read_checkpoint(checkpoint, device)
         if (saved["method"], saved["seed"]) == (method, seed):
             if saved["settings"] != settings_of(args):
                 raise ValueError(f"{checkpoint}: made with other settings; give the same flags, or another --out")
@@ -352,7 +359,7 @@ def fit(task, method, args, seed):
                 for p, q in zip(theta + alpha, saved["theta"] + saved["alpha"]):
                     p.copy_(q)
             optimizer.load_state_dict(saved["optimizer"])
-            generator.set_state(saved["random"])
+            generator.set_state(saved["random"].cpu())
             trace = saved["trace"]
             state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
     with tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None) as bar, finish_the_step() as interrupted:
@@ -429,7 +436,7 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
             z = model.head(hidden[rows, columns])          # (places, V)
             log_p = (z if adjustment is None else adjustment(z)).float().log_softmax(-1)
             i, j, place, token = torch.tensor(entries).T
-            scores.index_put_((i, j), log_p[place.to(device), token.to(device)].double().cpu(), accumulate=True)
+            scores.index_put_((i, j), log_p[place.to(device), token.to(device)].cpu().double(), accumulate=True)
             bar.update(len(chunk))
     summed(scores)
     for i, q in enumerate(questions):
@@ -748,8 +755,11 @@ def run(args, kept):
                 traces[method] = trace
             if args.out and rank()[0] == 0:
                 results.parent.mkdir(parents=True, exist_ok=True)
-                with open(results.with_name("predictions.jsonl"), "a" if kept else "w", encoding="utf-8") as f:
-                    f.writelines(json.dumps(prediction) + "\n" for prediction in (predicted if kept else predictions))
+                if kept:
+                    with open(results.with_name("predictions.jsonl"), "a", encoding="utf-8") as f:
+                        f.writelines(json.dumps(prediction) + "\n" for prediction in predicted)
+                else:
+                    write(results.with_name("predictions.jsonl"), "\n".join(map(json.dumps, predictions)))
                 write(results, document(args, rows))
                 kept[:] = [results]
     if args.json is not None:
@@ -757,7 +767,7 @@ def run(args, kept):
     if args.plot:
         plot(args.plot, rows, shown, traces)
     print("\n\n".join(["", *(reliability_diagram(confidence, correct, title=title) for title, confidence, correct in shown)]))
-    print(table(rows))
+    print(table(rows), flush=True)
 
 
 # --- Choosing hyperparameters, by in-domain data only --------------------------------------------
@@ -839,7 +849,7 @@ def parse(argv):
     a("--json", metavar="PATH", help="write every printed number there")
     a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
     a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
-    a("--device", default="cpu", help="cpu, cuda, mps")
+    a("--device", default="auto", help="cuda, mps, cpu; auto: the first of these there is")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
     a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char")
     toy = parser.add_argument_group("the toy world")
@@ -918,14 +928,14 @@ def parse(argv):
             raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
         if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
             raise ValueError(f"{method}: calm-exact and --check run in one process, without torchrun")
+        if (its.resume or its.save_every) and not args.out:
+            raise ValueError(f"{method}: --resume and --save-every need --out DIR")
         if its.choices and args.model and "letter" not in args.scoring:
             raise ValueError(f"{method} trains on option letters: --scoring must have letter")
     if args.model and not args.train:
         raise ValueError("--model needs --train FILE, the questions to train on")
     if not args.model and (args.train or args.eval):
         raise ValueError("--train and --eval need --model DIR")
-    if (args.resume or args.save_every) and not args.out:
-        raise ValueError("--resume and --save-every need --out DIR")
     if args.merge and not (args.out and args.model):
         raise ValueError("--merge needs --out DIR and --model DIR")
     if args.select and args.model:
@@ -946,6 +956,8 @@ def parse(argv):
                 raise NotADirectoryError(f"--{flag} {target}: {folder} is not a directory that can be written")
     if rank()[0] > 0:
         args.json = args.plot = None                       # the first process writes
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
@@ -956,6 +968,7 @@ def parse(argv):
 def main(argv=None):
     """Run, and turn what can go wrong outside the code into one sentence and an exit code: 2, or 130 for Ctrl-C."""
     kept, args = [], None
+    warnings.formatwarning = lambda message, *_, **__: f"train.py: {message}\n"             # without the file and line of the code
     try:
         with processes():
             args = parse(argv)
@@ -970,8 +983,10 @@ def main(argv=None):
               "and fewer --targets lower it", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        known = isinstance(error, OSError) and error.filename      # instead of "[Errno 2] ..."
-        print(f"train.py: {error.filename}: {error.strerror}" if known else f"train.py: {error}", file=sys.stderr)
+        known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
+        print(f"train.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+        if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
+            sys.stdout = open(os.devnull, "w")
         return 2
     except KeyboardInterrupt:
         if rank()[0] == 0:
