@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -56,8 +57,9 @@ class Config:
             if kind is float and type(value) is int:
                 value = float(value)
             low = 0 if field.name in ("head_dim", "dropout") else 1 if kind is int else -math.inf
-            if type(value) is not kind or kind in (int, float) and not low <= value < math.inf:
-                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}")
+            high = {int: 10_000 if field.name == "num_hidden_layers" else 2 ** 31, float: sys.float_info.max}.get(kind)
+            if type(value) is not kind or high and not low <= value <= high:
+                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}" + f" up to {high}" * (kind is int))
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -357,16 +359,17 @@ def read_config(directory):
     values["rope_scaling"] = rope
     if raw.get("attention_bias") and kind != "qwen2":
         values["qkv_bias"] = values["o_bias"] = True
+    windows = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")
+    if kind == "mistral":
+        values["layer_types"] = None
+    elif not windows:
+        values["sliding_window"] = None
     try:
-        if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window"):
+        config = Config(**values)
+        if windows and not config.layer_types:
             first = raw.get("max_window_layers", 28)
-            values["layer_types"] = raw.get("layer_types") or [
-                "sliding_attention" if i >= first else "full_attention" for i in range(raw["num_hidden_layers"])]
-        elif kind == "mistral":
-            values["layer_types"] = None
-        else:
-            values["sliding_window"] = None
-        return Config(**values)
+            config.layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_hidden_layers)]
+        return config
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -414,8 +417,8 @@ def read_safetensors(path):
         try:
             header = json.loads(f.read(length))
             header.pop("__metadata__", None)
-            entries = [(name, str(e["dtype"]), [int(n) for n in e["shape"]], *(8 + length + int(n) for n in e["data_offsets"]))
-                       for name, e in header.items()]
+            entries = [(name, str(e["dtype"]), [int(n) for n in e["shape"]], 8 + length + int(start), 8 + length + int(end))
+                       for name, e in header.items() for start, end in [e["data_offsets"]]]
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ValueError(f"{path}: not a safetensors file: its header is malformed") from None
         for name, kind, shape, start, end in entries:
@@ -737,8 +740,8 @@ def load_adapters(model, directory):
         if (config.get(key) or value) != value:
             raise ValueError(f"{path}: {key} = {config[key]!r} is not supported (supported: {value!r})")
     for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int if key == "r" else (int, float)):
-            raise ValueError(f"{path}: {key!r} is missing or no number")
+        if type(config.get(key)) not in ((int,) if key == "r" else (int, float)) or not 0 < config[key] < 2 ** 31:
+            raise ValueError(f"{path}: {key!r} is missing or not a positive number")
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing weights file")
     state = {}

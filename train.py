@@ -259,7 +259,7 @@ def read_results(args):
         rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in saved["rows"]]
         finished = {(row["method"], row["seed"]) for row in rows}
         predictions = [p for p in map(json.loads, filter(None, whole_lines.split("\n"))) if (p["method"], p["seed"]) in finished]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
     if not same:
         raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
@@ -932,6 +932,8 @@ def parse(argv):
             raise ValueError(f"{method}: --resume and --save-every need --out DIR")
         if its.choices and args.model and "letter" not in args.scoring:
             raise ValueError(f"{method} trains on option letters: --scoring must have letter")
+        if not args.model and max(its.batch, args.limit, args.open_limit) > 10 ** 6:
+            raise ValueError(f"{method}: --batch, --limit and --open-limit are at most a million in the toy world")
     if args.model and not args.train:
         raise ValueError("--model needs --train FILE, the questions to train on")
     if not args.model and (args.train or args.eval):

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ from data import Question
 
 ROOT = Path(train.__file__).parent
 fixed = lambda examples: settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warnings_as_before():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)
+        yield
 
 
 # --- Command lines -------------------------------------------------------------------------------
@@ -56,7 +64,7 @@ def command_lines(program):
                     max_size=5).map(lambda parts: [word for part in parts for word in part])
 
 
-@pytest.fixture(scope="module")
+@contextlib.contextmanager
 def idle():
     """The programs without their work: what is typed is parsed and checked, then nothing happens."""
     with pytest.MonkeyPatch.context() as patch:
@@ -76,14 +84,16 @@ def one_sentence(code, err, program):
 
 @fixed(400)
 @given(argv=command_lines(train))
-def test_whatever_is_typed_at_train_is_run_or_refused_in_one_sentence(idle, argv):
-    one_sentence(*said(train.main, argv), "train")
+def test_whatever_is_typed_at_train_is_run_or_refused_in_one_sentence(argv):
+    with idle():
+        one_sentence(*said(train.main, argv), "train")
 
 
 @fixed(150)
 @given(argv=command_lines(bilevel))
-def test_whatever_is_typed_at_bilevel_is_run_or_refused_in_one_sentence(idle, argv):
-    one_sentence(*said(bilevel.main, argv), "bilevel")
+def test_whatever_is_typed_at_bilevel_is_run_or_refused_in_one_sentence(argv):
+    with idle():
+        one_sentence(*said(bilevel.main, argv), "bilevel")
 
 
 GOOD = '{"method": "m", "domain": "d", "probabilities": [0.6, 0.4], "choice": 0, "gold": 1}\n'
@@ -99,16 +109,18 @@ def test_whatever_is_typed_at_metrics_is_run_or_refused_in_one_sentence(tmp_path
 
 
 def test_sizes_no_machine_has_are_one_sentence():
-    for argv, sentence in ((["--limit", "999999999999"], "up to 1e9"), (["--limit", "1000000000"], "at most"), (["--batch", "1000000000"], "at most"),
+    for argv, sentence in ((["--limit", "999999999999"], "up to 1e9"), (["--limit", "1000000000"], "at most a million"), (["--batch", "1000000000"], "at most"),
                            (["--pretrain-steps", "1", "--rank", "1000000000", "--methods", "calm"], "out of memory")):
         code, err = said(train.main, argv)
         assert code == 2 and sentence in err and err.splitlines()[-1].startswith("train.py: "), err
 
 
-def test_help_of_every_program_says_the_defaults():
-    for program, default in ((train, "(default: auto)"), (bilevel, "(default: 120)"), (metrics, "(default 10)")):
-        text = subprocess.run([sys.executable, program.__file__, "--help"], capture_output=True, text=True, check=True).stdout
-        assert default in " ".join(text.split()) and all(flag in text for flag in flags_of(program))
+@pytest.mark.parametrize("program, default", [(train, "(default: auto)"), (bilevel, "(default: 120)"), (metrics, "(default 10)")])
+def test_help_says_every_flag_and_the_defaults(program, default, capsys):
+    with pytest.raises(SystemExit) as stop:
+        program.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0 and default in text and all(flag in text for flag in flags_of(program))
 
 
 def test_device_auto_takes_the_best_there_is(monkeypatch):
@@ -121,11 +133,10 @@ def test_device_auto_takes_the_best_there_is(monkeypatch):
     assert train.parse(["--device", "cpu"]).device == "cpu"
 
 
-def test_a_bound_of_the_temperature_is_a_sentence_without_file_and_line(tmp_path):
-    argv = ["--pretrain-steps", "1", "--dpo-steps", "0", "--limit", "20", "--methods", "ts"]
-    done = subprocess.run([sys.executable, "-c", "import sys, train, warnings; train.fit_temperature = lambda z, y: warnings.warn('at the bound') or 1.0; "
-                           "sys.exit(train.main(sys.argv[1:]))", *argv], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "train.py: at the bound\n"
+def test_a_warning_is_a_sentence_without_file_and_line():
+    """Such as that of a fitted temperature at its bound."""
+    assert said(train.main, ["--steps", "0"])[0] == 2
+    assert warnings.formatwarning("at the bound", UserWarning, "metrics.py", 238) == "train.py: at the bound\n"
 
 
 # --- Files ---------------------------------------------------------------------------------------
@@ -218,7 +229,7 @@ def test_a_good_file_is_read_and_what_is_no_file_is_named(files, name, tmp_path)
             (folder / file).mkdir()                        # a directory for a file
         else:
             (folder / file).write_bytes(content)
-        read_or_refuse(read, folder / file, must_fail="mcqa" not in name or i < 7)
+        read_or_refuse(read, folder / file, must_fail=(name, i) not in {("checkpoint", 0), ("mcqa", 7)})
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -263,3 +274,140 @@ def test_a_value_of_another_type_is_read_or_refused_by_name(files, name, tmp_pat
             text = json.dumps(changed).encode()
             (tmp_path / file).write_bytes((len(text).to_bytes(8, "little") if "weights" in name else b"") + text + tail)
             read_or_refuse(read, tmp_path / file)
+
+
+def test_a_file_that_cannot_be_read_is_named_by_every_program(tmp_path, monkeypatch):
+    locked = tmp_path / "locked.jsonl"
+    locked.write_text(GOOD)
+    refuse = lambda self, *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied", str(self)))
+    with monkeypatch.context() as patch:                   # the superuser may read everything
+        patch.setattr(Path, "read_bytes", refuse)
+        patch.setattr(Path, "read_text", refuse)
+        for read in (data.load_mcqa, data.load_qa, data.load_instructions):
+            with pytest.raises(PermissionError):
+                read(locked)
+        (tmp_path / "config.json").touch()
+        with pytest.raises(PermissionError):
+            model.read_config(tmp_path)
+        code, err = said(bilevel.main, ["--problem", "llm", "--model", str(tmp_path), "--train", str(locked)])
+        assert code == 2 and err.count("\n") == 1
+    monkeypatch.setattr("builtins.open", lambda path, *args, **more: refuse(path))
+    code, err = said(metrics.main, [str(locked)])
+    assert (code, err) == (2, f"metrics.py: {locked}: Permission denied\n")
+
+
+@pytest.mark.parametrize("broken", [
+    '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "[UNK]"}}',           # knows no token for "a"
+    '{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": [["a", "b"]]}}', '{"version": "1.0", "model": {}}'])
+def test_a_tokenizer_that_cannot_encode_is_named(broken, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(broken)
+    with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer"):
+        data.Prompter(tmp_path)
+
+
+def test_a_tokenizer_that_fails_on_a_prompt_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}')
+    with pytest.raises(ValueError, match="tokenizer.json: the tokenizer fails on a prompt"):
+        data.Prompter(tmp_path).question({"question": "Who?", "choices": ["x", "y"], "answer": 0}, "letter")
+
+
+def test_a_resume_outlives_a_torn_last_prediction_and_keeps_what_had_finished(tmp_path):
+    args = train.parse(["--methods", "aligned", "--out", str(tmp_path)])
+    row = {"method": "aligned", "seed": 100}
+    bilevel.write(tmp_path / "results.json", train.document(args, [row]))
+    (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"method": "ts", "seed": 100}) + '\n{"method": "ts", "se')
+    assert train.read_results(args) == ([row], [row])
+    (tmp_path / "predictions.jsonl").write_text('{"method"\n' + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="not the results of a run that can be continued"):
+        train.read_results(args)
+
+
+# --- A full disk ---------------------------------------------------------------------------------
+
+SMALL = ["--pretrain-steps", "3", "--dpo-steps", "1", "--limit", "20", "--steps", "2"]
+
+
+@contextlib.contextmanager
+def disk_of(size):
+    """No file may grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size, methods", [(100, "aligned"), (3000, "aligned,ft"), (20_000, "ft")])
+def test_a_disk_that_fills_is_one_sentence_and_leaves_nothing_half_written(size, methods, tmp_path):
+    """100 bytes hold no results, 3,000 no second method's predictions, 20,000 no checkpoint."""
+    flags = [*SMALL, "--methods", methods]
+    keep = ["--out", str(tmp_path / "out"), "--save-every", "1", "--json", str(tmp_path / "r.json")]
+    with disk_of(size):
+        code, err = said(train.main, [*flags, *keep])
+    assert (code, err) == (2, "train.py: File too large\n")
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(name.endswith(".partial") for name in left) and "r.json" not in left
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_text())
+    assert said(train.main, [*flags, *keep, "--resume"]) == said(train.main, [*flags, "--json", str(tmp_path / "fresh.json")]) == (0, "")
+    rows = lambda name: json.loads((tmp_path / name).read_text())["rows"]
+    assert rows("r.json") == rows("out/results.json") == rows("fresh.json")
+
+
+def test_a_full_disk_while_adapters_are_saved_leaves_none(tmp_path, monkeypatch):
+    toy = tiny_task().model
+    for fails in ("adapter_model.safetensors", "adapter_config.json"):
+        def no_space(source, target, replace=os.replace):
+            if str(target).endswith(fails):
+                raise OSError(28, "No space left on device")
+            replace(source, target)
+        monkeypatch.setattr(model.os, "replace", no_space)
+        with pytest.raises(OSError, match="No space"):
+            model.save_adapters(toy, tmp_path / fails)
+        assert not list((tmp_path / fails).glob("*.partial")) and not (tmp_path / fails / fails).exists()
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name, argv, without", [
+    ("train", [*SMALL, "--methods", "aligned"], ""), ("bilevel", ["--problem", "quadratic"], "program.at_one_point = lambda *_, **__: ({}, [])"),
+    ("metrics", ["p.jsonl"], "")])
+def test_what_cannot_be_printed_or_written_is_one_sentence(name, argv, without, tmp_path):
+    (tmp_path / "p.jsonl").write_text(GOOD)
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", f"import sys, {name} as program; {without}; sys.exit(program.main(sys.argv[1:]))".replace("; ;", ";"), *argv],
+                              cwd=tmp_path, text=True, env=buffered, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, f"{name}.py: No space left on device\n")
+
+
+@pytest.mark.parametrize("program, argv", [(train, [*SMALL, "--methods", "aligned"]), (metrics, ["p.jsonl"])])
+def test_a_full_device_for_json_is_one_sentence(program, argv, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    assert said(program.main, [*argv, "--json", "/dev/full"]) == (2, f"{program.__name__}.py: No space left on device\n")
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+def test_ctrl_c_at_any_moment_is_one_sentence_and_the_run_goes_on_from_there(tmp_path):
+    flags = [*SMALL, "--steps", "30", "--methods", "aligned,calm,ft", "--save-every", "3"]
+    run = "import sys, train; print('ready', flush=True); sys.exit(train.main(sys.argv[1:]))"
+    assert said(train.main, [*flags, "--out", str(tmp_path / "whole")]) == (0, "")
+    rng, codes = random.Random(0), []
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-c", run, *flags, "--out", tmp_path / "out", "--resume"], cwd=ROOT, stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True)
+        child.stdout.readline()
+        time.sleep(rng.uniform(0.05, 1.0))
+        child.send_signal(2)
+        _, err = child.communicate(timeout=60)
+        codes.append(child.returncode)
+        assert codes[-1] in (0, 130) and "Traceback" not in err and (codes[-1] == 0 or re.fullmatch(r"\ntrain.py: interrupted.*\n", err)), err
+        for path in tmp_path.rglob("*.json"):
+            json.loads(path.read_text())
+        assert not list(tmp_path.rglob("*.partial"))
+    assert 130 in codes
+    assert said(train.main, [*flags, "--out", str(tmp_path / "out"), "--resume"]) == (0, "")
+    whole, resumed = (json.loads((tmp_path / name / "results.json").read_text())["rows"] for name in ("whole", "out"))
+    assert resumed == whole
