@@ -903,15 +903,21 @@ def write(path, text):
     """`text` to `path` in one move, so that a reader never meets half a file; through links, and straight into a device."""
     path = Path(path).resolve()
     target = Path(f"{path}.partial") if path.is_file() or not path.exists() else path
-    target.write_text(text + "\n", encoding="utf-8")
-    if target != path:
-        os.replace(target, path)
+    try:
+        target.write_text(text + "\n", encoding="utf-8")
+        if target != path:
+            os.replace(target, path)
+    except BaseException:                                  # a full disk is not left fuller
+        if target != path:
+            target.unlink(missing_ok=True)
+        raise
 
 
 def main(argv=None):
     """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
-    parser = Parser(description="Every hypergradient against the exact one.")
-    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "temperature", "llm"])
+    parser = Parser(description="Every hypergradient against the exact one.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                    allow_abbrev=False)
+    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "temperature", "llm"], help="whose hypergradients")
     parser.add_argument("--seeds", type=int, default=1, help="problems along whose trajectories directions are compared")
     parser.add_argument("--steps", type=int, default=120, help="of the persistent surrogate along a trajectory; the others spend as many gradients")
     parser.add_argument("--model", metavar="DIR", help="of --problem llm: a Hugging Face directory")
@@ -922,8 +928,8 @@ def main(argv=None):
         args = parser.parse_args(argv)
         if args.problem == "llm" and not (args.model and args.train):
             raise ValueError("--problem llm needs --model DIR and --train FILE")
-        if args.seeds < 1 or args.steps < 100:
-            raise ValueError("--seeds must be at least 1 and --steps at least 100")
+        if not (1 <= args.seeds <= 1e9 and 100 <= args.steps <= 1e9):
+            raise ValueError("--seeds must be at least 1 and --steps at least 100, and neither above 1e9")
         if args.plot and (args.problem in ("llm", "temperature") or not args.plot.endswith((".png", ".pdf", ".svg"))):
             raise ValueError("--plot draws table (b) of the quadratic or the transformer, to a .png, .pdf or .svg file")
         for path in (args.json, args.plot):
@@ -931,7 +937,10 @@ def main(argv=None):
                 check_output(path)
         return laboratory(args)
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        print(f"bilevel.py: {error}", file=sys.stderr)
+        known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
+        print("bilevel.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+        if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
+            sys.stdout = open(os.devnull, "w")
         return 2
     except KeyboardInterrupt:
         print("\nbilevel.py: interrupted", file=sys.stderr)
@@ -1002,6 +1011,7 @@ def laboratory(args):
                                      "problem": facts, "rows": rows}, indent=1))
     if args.plot:
         plot([r for r in rows if r["problem"] in ("easy", "hard")], args.plot)
+    sys.stdout.flush()                                     # here a full disk is still an error like any other
     return 0
 
 

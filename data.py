@@ -532,6 +532,7 @@ class Prompter:
             raise FileNotFoundError(f"{self.path}: no such file")
         try:
             self.tokenizer = Tokenizer.from_file(str(self.path))
+            sample = self.tokenizer.encode("a")
         except Exception as error:                         # the tokenizers package raises nothing narrower
             raise ValueError(f"{self.path}: not a tokenizer ({error})") from None
         self.tokenizer.no_truncation()                     # some files ask for it, and it would cut prompts silently
@@ -559,7 +560,6 @@ class Prompter:
         self.stop_ids = tuple(dict.fromkeys(i for i in ids if type(i) is int))
         # What belongs before any text, a beginning-of-sequence token or nothing: as the tokenizer does it,
         # unless tokenizer_config.json says otherwise.
-        sample = self.tokenizer.encode("a")
         self.prefix = sample.ids[:1] if sample.special_tokens_mask[:1] == [1] else []
         if isinstance(settings.get("add_bos_token"), bool):
             bos = self.tokenizer.token_to_id(self.special.get("bos_token", ""))
@@ -585,7 +585,10 @@ class Prompter:
 
     def encode(self, text):
         """Token ids with exactly one beginning-of-sequence token where the tokenizer wants one."""
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        try:
+            ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:                         # as above
+            raise ValueError(f"{self.path}: the tokenizer fails on a prompt ({error})") from None
         return ids if ids[:1] == self.prefix else self.prefix + ids
 
     def continuation(self, prompt, before, answer):

@@ -19,6 +19,7 @@ import math
 import os
 import re
 import string
+import sys
 import unicodedata
 import warnings
 import zlib
@@ -532,7 +533,7 @@ def read_predictions(path):
                     is_open, prediction = check_prediction(row)
                     key = str(row.get("method", "")), str(row.get("domain", row.get("file", ""))), is_open
                     groups.setdefault(key, []).append(prediction)
-        except (ValueError, TypeError, EOFError, zlib.error) as error:
+        except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not groups:
         raise ValueError(f"{path} holds no predictions")
@@ -578,17 +579,19 @@ def main(argv=None):
                 os.replace(partial, args.json)
         if args.plot and panels:
             plot_reliability(panels, args.plot, args.bins)
+        for columns in dict.fromkeys(tuple(row) for row in rows):          # options and open questions have columns of their own
+            cells = [columns] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows if tuple(row) == columns]
+            widths = [max(map(len, column)) for column in zip(*cells)]
+            print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
+        print("\n" + "\n\n".join(diagrams), flush=True)
     except OSError as error:
-        parser.exit(2, f"metrics.py: {error.filename}: {error.strerror}\n")
-    except (ValueError, ImportError, RecursionError) as error:
+        if not error.filename:                             # a full disk or a closed pipe: Python would try again to print
+            sys.stdout = open(os.devnull, "w")
+        parser.exit(2, f"metrics.py: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}\n")
+    except (ValueError, ImportError) as error:
         parser.exit(2, f"metrics.py: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "\nmetrics.py: interrupted\n")
-    for columns in dict.fromkeys(tuple(row) for row in rows):              # options and open questions have columns of their own
-        cells = [columns] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows if tuple(row) == columns]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
-    print("\n" + "\n\n".join(diagrams))
 
 
 if __name__ == "__main__":

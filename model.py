@@ -12,8 +12,8 @@ import fnmatch
 import json
 import math
 import os
-import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import torch
@@ -57,8 +57,9 @@ class Config:
             if kind is float and type(value) is int:
                 value = float(value)
             low = 0 if field.name in ("head_dim", "dropout") else 1 if kind is int else -math.inf
-            if type(value) is not kind or kind in (int, float) and not low <= value < math.inf:
-                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}")
+            high = {int: 10_000 if field.name == "num_hidden_layers" else 2 ** 31, float: sys.float_info.max}.get(kind)
+            if type(value) is not kind or high and not low <= value <= high:
+                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}" + f" up to {high}" * (kind is int))
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -66,12 +67,16 @@ class Config:
                              f"num_key_value_heads = {self.num_key_value_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embedding needs pairs")
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
         kind = (self.rope_scaling or {}).get("rope_type", "default")
         if kind not in ROPE_KEYS:
             raise ValueError(f"rope_type {kind!r} is not supported (supported: {', '.join(ROPE_KEYS)})")
         for key in ROPE_KEYS[kind]:
             if key not in self.rope_scaling:
                 raise ValueError(f"rope_type {kind!r} needs {key!r} in rope_scaling or rope_parameters")
+            if type(self.rope_scaling[key]) not in (int, float) or not self.rope_scaling[key] > 0:
+                raise ValueError(f"{key!r} of rope_type {kind!r} is {self.rope_scaling[key]!r}, not a positive number")
 
 
 # --- The transformer -----------------------------------------------------------------------------
@@ -315,7 +320,7 @@ def read_json(path):
         raise FileNotFoundError(f"{path}: no such file")
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: not a JSON object")
@@ -354,16 +359,17 @@ def read_config(directory):
     values["rope_scaling"] = rope
     if raw.get("attention_bias") and kind != "qwen2":
         values["qkv_bias"] = values["o_bias"] = True
-    if kind in ("qwen2", "qwen3") and raw.get("use_sliding_window"):
-        first = raw.get("max_window_layers", 28)
-        values["layer_types"] = raw.get("layer_types") or [
-            "sliding_attention" if i >= first else "full_attention" for i in range(raw["num_hidden_layers"])]
-    elif kind == "mistral":
+    windows = kind in ("qwen2", "qwen3") and raw.get("use_sliding_window")
+    if kind == "mistral":
         values["layer_types"] = None
-    else:
+    elif not windows:
         values["sliding_window"] = None
     try:
-        return Config(**values)
+        config = Config(**values)
+        if windows and not config.layer_types:
+            first = raw.get("max_window_layers", 28)
+            config.layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_hidden_layers)]
+        return config
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -375,9 +381,10 @@ def find_shards(directory):
         if (directory / name).is_file():
             return [directory / name]
         if index.is_file():
-            shards = [directory / shard for shard in sorted(set(read_json(index).get("weight_map", {}).values()))]
-            if not shards:
-                raise ValueError(f"{index}: 'weight_map' is missing or empty")
+            names = read_json(index).get("weight_map")
+            if not isinstance(names, dict) or not names or not all(isinstance(shard, str) for shard in names.values()):
+                raise ValueError(f"{index}: 'weight_map' is missing, empty or not one of file names")
+            shards = [directory / shard for shard in sorted(set(names.values()))]
             for shard in shards:
                 if not shard.is_file():
                     raise FileNotFoundError(f"{shard}: missing, though {index.name} names it")
@@ -388,9 +395,12 @@ def find_shards(directory):
 def read_bin(path):
     """(name, tensor) pairs of a file written by torch.save, as older checkpoints are."""
     try:
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True).items()
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path}: not a PyTorch weights file, or cut short ({str(error).splitlines()[0]})") from None
+        tensors = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        if not all(isinstance(name, str) and torch.is_tensor(tensor) for name, tensor in tensors.items()):
+            raise TypeError("it holds more than tensors by name")
+        return tensors.items()
+    except Exception as error:                             # a torn file can make torch raise anything
+        raise ValueError(f"{path}: not a PyTorch weights file, or cut short ({(str(error).splitlines() or ['?'])[0]})") from None
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -407,9 +417,9 @@ def read_safetensors(path):
         try:
             header = json.loads(f.read(length))
             header.pop("__metadata__", None)
-            entries = [(name, e["dtype"], [int(n) for n in e["shape"]], *(8 + length + n for n in e["data_offsets"]))
-                       for name, e in header.items()]
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            entries = [(name, str(e["dtype"]), [int(n) for n in e["shape"]], 8 + length + int(start), 8 + length + int(end))
+                       for name, e in header.items() for start, end in [e["data_offsets"]]]
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ValueError(f"{path}: not a safetensors file: its header is malformed") from None
         for name, kind, shape, start, end in entries:
             if min([start - 8 - length, end - start, *shape]) < 0:
@@ -655,9 +665,13 @@ def write_atomically(path, write):
     """Let write(file) fill a temporary neighbour of `path` and move it there in one step, so that
     a reader never meets half a file."""
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as f:
-        write(f)
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as f:
+            write(f)
+        os.replace(partial, path)
+    except BaseException:                                  # a full disk is not left fuller
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path, value):
@@ -730,8 +744,8 @@ def load_adapters(model, directory):
         if (config.get(key) or value) != value:
             raise ValueError(f"{path}: {key} = {config[key]!r} is not supported (supported: {value!r})")
     for key in ("r", "lora_alpha"):
-        if config.get(key) is None:
-            raise ValueError(f"{path}: {key!r} is missing")
+        if type(config.get(key)) not in ((int,) if key == "r" else (int, float)) or not 0 < config[key] < 2 ** 31:
+            raise ValueError(f"{path}: {key!r} is missing or not a positive number")
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing weights file")
     state = {}

@@ -16,6 +16,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -103,12 +104,12 @@ def binned_direction(problem, args, state, bins=10):
     confidence, choice = p.detach().max(-1)
     bin_of = (confidence * bins).long().clamp_max(bins - 1)
     if state["step"] % 50 == 0:                            # the bins' accuracies, re-estimated
-        right, count = state.get("counts", (torch.zeros(bins), torch.zeros(bins)))
-        middle = (torch.arange(bins) + 0.5) / bins         # an empty bin is right as often as it says
-        state["accuracy"] = torch.where(count > 0, right / count.clamp_min(1), middle).to(z.device)
-        state["counts"] = torch.zeros(bins), torch.zeros(bins)
-    for counts, amount in zip(state["counts"], ((choice == gold).float(), torch.ones(len(gold)))):
-        counts += summed(torch.zeros(bins).index_add(0, bin_of.cpu(), amount.cpu()))
+        right, count = state.get("counts", (z.new_zeros(bins), z.new_zeros(bins)))
+        middle = (torch.arange(bins, device=z.device) + 0.5) / bins        # an empty bin is right as often as it says
+        state["accuracy"] = torch.where(count > 0, right / count.clamp_min(1), middle)
+        state["counts"] = z.new_zeros(bins), z.new_zeros(bins)
+    for counts, amount in zip(state["counts"], ((choice == gold).to(z.dtype), torch.ones_like(confidence))):
+        counts += summed(z.new_zeros(bins).index_add(0, bin_of, amount))
     top = state["accuracy"][bin_of][:, None]               # (B, 1)
     target = ((1 - top) / (p.shape[1] - 1)).expand_as(p).scatter(1, choice[:, None], top)
     L = problem.lower()
@@ -248,20 +249,26 @@ def save(path, method, args, seed, problem, optimizer, generator, state, trace):
     saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta, "alpha": problem.alpha, "carried": carried,
              "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda f: torch.save(saved, f))
+    buffer = io.BytesIO()                                  # torch's own writer hides a full disk behind a RuntimeError
+    torch.save(saved, buffer)
+    write_atomically(path, lambda f: f.write(buffer.getbuffer()))
 
 
-def read_checkpoint(path):
+def read_checkpoint(path, device="cpu"):
     """The dict that `save` wrote; loading it runs no code."""
     try:
-        return torch.load(path, weights_only=True)
+        saved = torch.load(path, map_location=device, weights_only=True)
+        missing = {"method", "seed", "settings", "theta", "alpha", "carried", "optimizer", "random", "trace"} - saved.keys()
     except Exception as error:                             # a torn file can make torch raise anything
         raise ValueError(f"{path}: not a checkpoint ({type(error).__name__})") from None
+    if missing:
+        raise ValueError(f"{path}: not a checkpoint of this program (it has no {', '.join(sorted(missing))})")
+    return saved
 
 
 def restore(path, method, args, seed, problem, optimizer, generator, state):
     """Put back what `save` wrote and return the trace, one report a finished step; [] if it is another method's or seed's."""
-    saved = read_checkpoint(path)
+    saved = read_checkpoint(path, problem.theta[0].device)
     if (saved["method"], saved["seed"]) != (method, seed):
         return []
     if saved["settings"] != settings_of(args):
@@ -270,7 +277,7 @@ def restore(path, method, args, seed, problem, optimizer, generator, state):
         for p, q in zip(problem.theta + problem.alpha, saved["theta"] + saved["alpha"]):
             p.copy_(q)
     optimizer.load_state_dict(saved["optimizer"])
-    generator.set_state(saved["random"])
+    generator.set_state(saved["random"].cpu())
     state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
     return saved["trace"]
 
@@ -286,9 +293,9 @@ def read_results(args):
         finished = {(row["method"], row["seed"]) for row in rows}
         with open(predictions, "rb") as f:
             kept = lambda p: (p["method"], p["seed"]) in finished
-            if same and rank()[0] == 0:
-                write_atomically(predictions, lambda g: g.writelines(line for line in f if line.strip() and kept(json.loads(line))))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if same and rank()[0] == 0:                    # the last line may be torn
+                write_atomically(predictions, lambda g: g.writelines(line for line in f if line.endswith(b"\n") and line.strip() and kept(json.loads(line))))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
     if not same:
         raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
@@ -448,7 +455,7 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
             z = model.head(hidden[rows, columns])          # (places, V)
             log_p = (z if adjustment is None else adjustment(z)).float().log_softmax(-1)
             i, j, place, token = torch.tensor(entries).T
-            scores.index_put_((i, j), log_p[place.to(device), token.to(device)].double().cpu(), accumulate=True)
+            scores.index_put_((i, j), log_p[place.to(device), token.to(device)].cpu().double(), accumulate=True)
             bar.update(len(chunk))
     summed(scores)
     for i, q in enumerate(questions):
@@ -864,7 +871,7 @@ def run(args, kept):
     if args.plot:
         plot(args.plot, rows, shown, traces)
     print("\n\n".join(["", *(reliability_diagram(confidence, correct, title=title) for title, confidence, correct in shown)]))
-    print(table(rows))
+    print(table(rows), flush=True)
 
 
 # --- Choosing hyperparameters, by in-domain data only --------------------------------------------
@@ -957,7 +964,7 @@ def parse(argv):
     a("--json", metavar="PATH", help="write every printed number there")
     a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
     a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
-    a("--device", default="cpu", help="cpu, cuda, mps")
+    a("--device", default="auto", help="cuda, mps, cpu; auto: the first of these there is")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
     a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; --batch N is all of them")
     a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, open")
@@ -1042,14 +1049,16 @@ def parse(argv):
             raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
         if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
             raise ValueError(f"{method}: calm-exact and --check run in one process, without torchrun")
+        if (its.resume or its.save_every) and not args.out:
+            raise ValueError(f"{method}: --resume and --save-every need --out DIR")
         if its.choices and args.model and "letter" not in args.scoring:
             raise ValueError(f"{method} trains on option letters: --scoring must have letter")
+        if not args.model and max(its.batch, args.limit, args.open_limit) > 10 ** 6:
+            raise ValueError(f"{method}: --batch, --limit and --open-limit are at most a million in the toy world")
     if args.model and not args.train:
         raise ValueError("--model needs --train FILE, the questions to train on")
     if not args.model and (args.train or args.eval):
         raise ValueError("--train and --eval need --model DIR")
-    if (args.resume or args.save_every) and not args.out:
-        raise ValueError("--resume and --save-every need --out DIR")
     if args.merge and not (args.out and args.model):
         raise ValueError("--merge needs --out DIR and --model DIR")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -1066,6 +1075,8 @@ def parse(argv):
                 raise NotADirectoryError(f"--{flag} {target}: {folder} is not a directory that can be written")
     if rank()[0] > 0:
         args.json = args.plot = None                       # the first process writes
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.zeros(1, device=args.device).item()
     except (RuntimeError, AssertionError):
@@ -1076,6 +1087,7 @@ def parse(argv):
 def main(argv=None):
     """Run, and turn what can go wrong outside the code into one sentence and an exit code: 2, or 130 for Ctrl-C."""
     kept, args = [], None
+    warnings.formatwarning = lambda message, *_, **__: f"train.py: {message}\n"             # without the file and line of the code
     try:
         with processes():
             args = parse(argv)
@@ -1090,8 +1102,10 @@ def main(argv=None):
               "and fewer --targets lower it", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        known = isinstance(error, OSError) and error.filename      # instead of "[Errno 2] ..."
-        print(f"train.py: {error.filename}: {error.strerror}" if known else f"train.py: {error}", file=sys.stderr)
+        known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
+        print("train.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+        if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
+            sys.stdout = open(os.devnull, "w")
         return 2
     except KeyboardInterrupt:
         if rank()[0] == 0:
