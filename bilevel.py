@@ -6,8 +6,10 @@ The file goes from the problem to the solvers: (1) the two losses of CALM (arXiv
 (2) `Bilevel`, a problem made of two lists of tensors and two closures, (3) the exact
 hypergradient by Hessian-vector products, (4) first-order directions that need none: unrolling
 (for comparison), penalties, BOME, and BOME with a surrogate that persists, (5) a laboratory that
-measures them all against the exact one: `python bilevel.py`. Nothing before (5) knows of text
-or transformers. Subscripts are partial derivatives, t for theta and a for alpha: L_t, L_a, L_tt, L_at, F_t, F_a.
+measures them all against the exact one: `python bilevel.py`, in seconds with `--problem quadratic` or
+`--problem temperature`. Nothing before (5) knows of text or transformers. Subscripts are partial derivatives, t for
+theta and a for alpha: L_t, L_a, L_tt, L_at, F_t, F_a. H is the Hessian L_tt. F is the upper loss in formulas; in code
+F.something is torch.nn.functional.
 """
 import argparse
 import contextlib
@@ -390,7 +392,7 @@ def penalty_hypergradient(problem, lam, symmetric=False, tol=1e-14, inner_steps=
         h = F_a(theta_+) + lam (L_a(theta_+) - L_a(theta*)),                  error O(1 / lam)
         h = mean of F_a(theta_+), F_a(theta_-) + lam/2 (L_a(theta_+) - L_a(theta_-)),   O(1 / lam^2), if `symmetric`.
 
-    The inner problems start at theta and are solved to gradient norm `tol` by Newton's method, so
+    theta_+ is the theta_lam of BOME's pair. The inner problems start at theta and are solved to gradient norm `tol` by Newton's method, so
     that the penalty's own error is seen (an inner error d costs about lam d) - or, with
     `inner_steps`, by that many gradient steps of size `inner_lr` each: same start, same steps.
     theta is put back. Returns a list shaped like alpha, and a report with "gradient_norms". Raises
@@ -472,7 +474,7 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
         L_T = problem.lower()                                              # at theta_T only L_a is needed
         L_a_T, = problem.derivatives(L_T, alpha)
 
-    q_t, q_a = L_t, L_a - L_a_T
+    q_t, q_a = L_t, L_a - L_a_T                                            # theta_T is held, so L(theta_T) has no derivative by theta
     norm2 = q_t.dot(q_t) + q_a.dot(q_a)
     lam = max(0.0, eta - float((F_t.dot(q_t) + F_a.dot(q_a)) / norm2)) if norm2 > 0 else 0.0
     report = {"lam": lam, "residual": float(L.detach() - L_T.detach()), "lower": float(L.detach()),
@@ -833,7 +835,7 @@ def at_a_language_model(problem, mu, max_iter=60):
 
 
 def under_a_temperature():
-    """Table (d): the hypergradient of alpha in softmax_regression, where theta can undo what alpha does and where it cannot."""
+    """Table (d): sizes of F_a and of dF/dalpha in softmax_regression, where theta can undo what alpha does and where it cannot."""
     rows = []
     for entropy_of, mode, mu in (("adjusted", "scalar", 0.0), ("adjusted", "vector", 0.0), ("adjusted", "scalar", 0.1),
                                  ("adjusted", "vector", 0.1), ("raw", "scalar", 0.0), ("raw", "vector", 0.0)):

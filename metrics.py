@@ -2,10 +2,10 @@
 
 A prediction is a *confidence* in [0, 1] and whether it was *correct*. The file goes from there:
 (1) what input is accepted, (2) confidence against accuracy in bins, and without bins,
-(3) probabilities of all options against labels, (4) the temperature that lowers the likelihood's
-loss, (5) how much of a measured error is chance, (6) open-ended answers, whose confidence is the
-share of samples that mean the same, (7) the row and the diagrams a table prints. `python
-metrics.py PREDICTIONS` computes all of it again from a file of predictions.
+(3) probabilities of all options against labels, (4) the temperature that lowers the NLL most,
+(5) how much of a measured error is chance, (6) open-ended answers, whose confidence is the share
+of samples that mean the same, (7) the row and the diagrams a table prints. `python metrics.py
+PREDICTIONS` computes all of it again from a file of predictions.
 
 Arrays are lists, numpy arrays or torch tensors; results are Python floats. Every function looks
 at all rows at once, so a result cannot depend on how the data were batched.
@@ -426,7 +426,8 @@ def sem_ece(samples, golds, estimator="plugin", bins=10, splits=10, seed=0):
 # --- 7. The row, the diagrams, the command line --------------------------------------------------
 
 def evaluate(probabilities, labels, bins=10):
-    """probabilities (n, k), labels (n,) -> the row of metrics that every table prints."""
+    """probabilities (n, k), labels (n,) -> the row of metrics that every table prints; confidence is the largest probability,
+    and conf_ece its `ece`."""
     probabilities, labels = check_probabilities(probabilities, labels)
     confidence, correct = probabilities.max(1), probabilities.argmax(1) == labels
     return {"n": len(labels), "accuracy": float(correct.mean()), "conf_ece": ece(confidence, correct, bins),

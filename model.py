@@ -5,7 +5,8 @@ Llama, Mistral, OLMo 2, Qwen 2 and Qwen 3 differ by a few switches. Module names
 checkpoints, so that loading is a lookup, not a translation. The file goes in the order of a run:
 Config -> rope, Attention, MLP, Block, Transformer -> weights in -> a 4-bit base -> LoRA ->
 sampling -> adapters and merged models out.
-B = batch, T = tokens, C = hidden size, D = head size, V = vocabulary.
+B = batch, T = tokens, C = hidden size, D = head size, V = vocabulary. `alpha` and the matrices A and B of LoRA are
+LoRA's own names, as theta is rope's: what the papers call so, not the bilevel problem's alpha and theta.
 """
 import dataclasses
 import fnmatch

@@ -39,6 +39,13 @@ def test_adjustment_is_the_identity_at_zero_and_temperature_scaling_as_a_scalar(
         LogitAdjustment(7, mode="matrix")
 
 
+def test_what_theta_can_undo_is_the_committed_table():
+    committed = json.loads((Path(__file__).parent / "results" / "bilevel_temperature.json").read_text())["rows"]
+    for row, saved in zip(bilevel.under_a_temperature(), committed, strict=True):
+        assert (row["method"], row["setting"]) == (saved["method"], saved["setting"])
+        assert [row[key] for key in ("ignored", "hypergradient")] == pytest.approx([saved[key] for key in ("ignored", "hypergradient")], rel=1e-8, abs=1e-12)
+
+
 def test_losses_by_hand():
     """Logits log(1, 3): probabilities 1/4, 3/4. With scale 2: 1/10, 9/10. With offset log 3 on the first: 1/2, 1/2."""
     z = torch.log(torch.tensor([[1.0, 3.0]], dtype=torch.float64))
