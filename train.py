@@ -138,7 +138,7 @@ def calm_direction(problem, args, state):
     return bome_direction(problem, args.inner_steps, args.inner_lr, args.eta)
 
 
-def persistent_direction(problem, args, state):
+def surrogate_direction(problem, args, state):
     """The improved first-order step: theta descends L alone, alpha the penalty's hypergradient at a
     surrogate that persists. Mini-batches and AdamW's scaling forgive a surrogate that lags."""
     surrogate = state.setdefault("surrogate", Surrogate(lam=100.0, momentum=0.0, tolerance=1e9))
@@ -184,7 +184,7 @@ METHODS = {
     "iterate": Method(iterate_direction, "--reg-weight 0.1", ("reg-weight", 0.01, 0.03, 0.1)),
     "calm": Method(calm_direction, "--mode vector --alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
     "calm-scalar": Method(calm_direction, "--alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
-    "calm-persistent": Method(persistent_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
+    "calm-persistent": Method(surrogate_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
     "calm-exact": Method(exact_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
     "uniform": None,                                       # every option alike: what "maximise entropy" wins by
 }
@@ -796,6 +796,8 @@ def table(rows):
                 wins = sum(value < of(name)[seed] for seed, value in of(method).items() if seed in of(name))
                 line += f"{'-' if method == name else f'{wins} of {seeds}':>11s}"
             lines.append(line)
+        for method in dict.fromkeys(row["method"] for row in here if "temperature" in row):
+            lines.append(f"  T of {method}: " + ", ".join(f"{row['temperature']:.2f}" for row in here if row["method"] == method))
     return "\n".join(lines)
 
 
