@@ -939,7 +939,7 @@ CHOSEN = {                                                 # by select(), on dev
     "calm": "--eta 10 --lr 0.003",
     "calm-scalar": "--eta 10 --lr 0.003",
     "calm-persistent": "--alpha-lr 0.0028 --lr 0.001",
-    "calm-exact": "--alpha-lr 0.0028 --lr 0.001",
+    "calm-exact": "--alpha-lr 0.0028 --lr 0.003",
 }
 
 

@@ -3,13 +3,15 @@ import functools
 import gzip
 import json
 import sys
+import tracemalloc
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from data import (IGNORE, Prompter, Question, World, check_disjoint, collate, load_instructions, load_mcqa, load_qa, question_key,
-                  supervise, within_context)
+import data
+from data import (IGNORE, Asked, Prompter, Question, World, check_disjoint, collate, kind_of, load_instructions, load_mcqa, load_qa,
+                  question_key, sample, stream, supervise, within_context)
 
 
 @pytest.fixture(scope="module")
@@ -337,6 +339,75 @@ def test_instructions(write):
     assert load_instructions(silent, skip_bad=True) == expected
 
 
+def test_the_kind_of_a_file_is_told_by_its_first_record(write, tmp_path):
+    for record, _ in ALL:
+        assert kind_of(write(dumps(record))) == kind_of(write(dumps([record]))) == "mcqa"
+    assert kind_of(write("q,a,b,A\n")) == kind_of(write("")) == kind_of(write("not a row")) == "mcqa"
+    assert kind_of(write(dumps({"question": "q", "opa": "a", "cop": 1}))) == "mcqa"
+    assert kind_of(write("id\tquestion\tpossible_answers\n1\tq\t[]\n")) == "qa"
+    for record in ({"question": "q", "answer": "x"}, {"question": "q", "answers": []}, {"Question": "q", "Answer": {"Value": "v"}}):
+        assert kind_of(write("{\n" + dumps(record) if record.get("answer") else dumps(record))) == "qa"       # after a torn line, too
+    assert kind_of(write(dumps({"Data": [{"Question": "q", "Answer": {"Value": "v"}}]}))) == "qa"
+    for record in ({"instruction": "i", "input": "", "output": "o"}, {"prompt": "p", "answer": "a"}):
+        assert kind_of(write(gzip.compress(dumps([record]).encode("utf-8")))) == "instructions"
+    write("", "d/a.csv")
+    write(dumps({"question": "q", "answer": "x"}), "d/b.json")
+    assert kind_of(tmp_path / "d") == "qa"
+
+
+# --- Files of any size ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("block", [5, 17, 64, 2 ** 16])
+def test_an_array_read_in_blocks_is_the_array(write, monkeypatch, block):
+    """Values and line numbers, wherever a block may end: in a string, an escape, a number, a gap."""
+    monkeypatch.setattr(data, "BLOCK", block)
+    values = [{"a": 'x"\\\n\u00e9' * n, "b": [n, -12.5e3, None, True]} for n in range(8)] + [12345678901, 1.25, "]", "", [], {}]
+    for indent in (None, 2):
+        text = dumps(values, indent=indent)
+        with data.opened(write(text)) as f:
+            found = list(data.json_array(f, 1))
+        assert [value for _, value in found] == values
+        lines = text.splitlines()
+        assert indent is None or all(value in ([], {}) or lines[n - 1].strip()[:1] in '{"[1' for n, value in found)
+        with data.opened(write(text[:-3])) as f:
+            assert list(data.json_array(f, 1))[-1][1] is None
+
+
+def test_a_file_is_read_in_memory_that_does_not_grow_with_it(write):
+    """In every format, plain and gzipped: Python's own count of what is allocated at the peak."""
+    def text(kind, n):
+        rows = [{"question": f"Question {i}, which is of an ordinary length, is it not?", "choices": [f"option {j} of {i}" for j in "abcd"], "answer": 1}
+                for i in range(n)]
+        if kind == "csv":
+            return "".join(f"\"{r['question']}\",{','.join(r['choices'])},B\n" for r in rows)
+        if kind == "tsv":
+            return "id\tquestion\tpossible_answers\n" + "".join(f"{i}\t{r['question']}\t{dumps(r['choices'])}\n" for i, r in enumerate(rows))
+        return dumps(rows) if kind == "array" else "\n".join(map(dumps, rows))
+    for kind in ("lines", "array", "csv", "tsv"):
+        peaks = []
+        for n in (500, 4000):
+            raw = text(kind, n).encode("utf-8")
+            file = write(gzip.compress(raw) if kind == "lines" else raw)
+            tracemalloc.start()
+            try:
+                assert sum(1 for _ in stream(file, kind_of(file))) == n
+                peaks.append(tracemalloc.get_traced_memory()[1])
+            finally:
+                tracemalloc.stop()
+        assert peaks[1] < peaks[0] + 2 ** 18, (kind, peaks)                # the files differ by twice that, their rows by much more
+
+
+def test_a_sample_is_every_row_as_often_and_the_whole_file_if_it_is_short():
+    g, counts = torch.Generator().manual_seed(0), torch.zeros(7, 3)
+    for _ in range(7000):
+        for place, row in enumerate(sample(iter(range(7)), 3, g)):
+            counts[row, place] += 1
+    assert (counts.sum(1) - 3000).abs().max() < 4 * (7000 * 3 / 7 * 4 / 7) ** 0.5            # each row, binomially
+    assert (counts - 1000).abs().max() < 4 * (7000 / 7 * 6 / 7) ** 0.5     # in each place
+    assert sorted(sample(range(5), 9, g)) == list(range(5))
+    assert sample(range(100), 9, torch.Generator().manual_seed(1)) == sample(range(100), 9, torch.Generator().manual_seed(1))
+
+
 def test_the_same_question_whatever_its_spelling_and_disjoint_rows():
     a, b, c = {"question": "Is  it\nso?"}, {"question": "is it SO?"}, {"prompt": "Café"}
     assert question_key(a) == question_key(b) and question_key(c) == question_key({"question": "cafe\u0301"})
@@ -542,6 +613,25 @@ def test_directories_without_a_readable_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="tokenizer.json: not a tokenizer"):
         Prompter(tmp_path)
+
+
+def test_open_questions_end_with_the_turn_and_instructions_are_their_own_prompt(model_dir, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1]}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}', encoding="utf-8")
+    prompter = model_dir({"bos_token": "<s>", "eos_token": "</s>"})
+    assert prompter.stop_ids == (1, 2, 0)                  # the turn's end first
+    text = lambda ids: prompter.tokenizer.decode(ids, skip_special_tokens=False)
+    q = prompter.question({"question": "Is it?", "answers": ["yes", "so"]}, "open")
+    assert text(q.prompt) == "<s>Question: Is it?\nAnswer in a few words.\nAnswer:" and [text(o) for o in q.options] == [" yes</s>"]
+    assert q.answers == ["yes", "so"] and q.gold == 0
+    q = prompter.question({**ROW, "answer": 1, "id": 7}, "open")           # without its options
+    assert [text(o) for o in q.options] == [" no</s>"] and q.answers == ["no"] and (q.gold, q.id) == (0, 7)
+    q = prompter.question({"prompt": "Add.\n\n1 and 2", "answer": "3"}, "open")
+    assert text(q.prompt) == "<s>Add.\n\n1 and 2\nAnswer:" and text(q.options[0]) == " 3</s>"
+    assert prompter.show(q).splitlines()[-1].endswith("[Ġ] [3] [</s>]")
+    rows = [{"question": "short", "answers": ["a"]}, {"question": "long" * 50, "answers": ["a"]}]
+    asked = Asked(rows, prompter, "open", 100)
+    assert [q.answers for q in asked] == [q.answers for q in asked] == [["a"]]               # again and again
 
 
 def test_show_has_the_text_the_tokens_and_the_scored_ones(smollm2):

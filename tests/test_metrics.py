@@ -566,6 +566,39 @@ def test_sem_ece_does_not_depend_on_batching():
 
 # --- Diagrams and the command --------------------------------------------------------------------
 
+def test_answers_are_grouped_by_what_they_mean():
+    """Once normalised, by the file's aliases, or by a user's same_answer; an empty one is no class (case 18)."""
+    golds = ["Rome", "Roma"]
+    assert metrics.group_answers(["the rome.", "Roma", "Paris", "", "paris!", "Oslo", " "], golds) == ["Rome", "Rome", "Paris", None, "Paris", "Oslo", None]
+    assert metrics.group_answers(["b", "B", "a"]) == ["b", "b", "a"]
+    first_letter = lambda a, b: a[0].lower() == b[0].lower()
+    assert metrics.group_answers(["rust", "Paris", "pine", "oak"], golds, first_letter) == ["Rome", "Paris", "Paris", "oak"]
+    assert metrics.group_answers([], golds) == [] and metrics.group_answers(["Rome"], ["Oslo"]) == ["Rome"]
+
+
+def test_case_18_command_reads_open_answers_beside_options(tmp_path, capsys):
+    """Two of three samples are right; two of two are wrong; all are empty: wrong, and without a confidence."""
+    path, samples = tmp_path / "p.jsonl", [["x", "x", "y"], ["y", "y", None], [None, None, None]]
+    rows = [{"method": "m", "domain": "d", "classes": classes, "choice": "ignored", "confidence": 0.1, "gold": "x"} for classes in samples]
+    path.write_text(GOOD + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    metrics.main([str(path), "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "o.png")])
+    options, answers = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert options["n"] == 1 and answers["n"] == 3 and answers["missing"] == 1
+    assert answers["accuracy"] == pytest.approx(1 / 3) and answers["confidence"] == pytest.approx(2 / 3)
+    assert answers["sem_ece"] == pytest.approx(abs(2 / 3 - 1 / 2))
+    split = sem_ece(samples, ["x"] * 3, "split")
+    assert answers["sem_ece_split"] == pytest.approx(split["sem_ece"]) and answers["sem_ece_low"] <= answers["sem_ece"] <= answers["sem_ece_high"]
+    out = capsys.readouterr().out
+    assert "sem_ece_split" in out and "cw_ece" in out and out.count("m, d") == 2
+    path.write_text(json.dumps({**rows[0], "classes": [None]}) + "\n", encoding="utf-8")
+    metrics.main([str(path)])                              # nothing to draw
+    for bad in ({"classes": [], "gold": "x"}, {"classes": "x", "gold": "x"}, {"classes": [{}], "gold": "x"}, {"classes": ["x"], "gold": {}}):
+        path.write_text(json.dumps(bad), encoding="utf-8")
+        with pytest.raises(SystemExit):
+            metrics.main([str(path)])
+        assert "line 1: classes must be" in capsys.readouterr().err
+
+
 def test_reliability_diagram_as_text():
     confidence, correct = [0.0, 1.0, 1.0, 0.7, 0.7], [1, 0, 1, 1, 1]
     assert reliability_diagram(confidence, correct, 5, "two bad ends", 10).splitlines() == [

@@ -173,8 +173,7 @@ def test_every_table_of_the_experiments_is_a_committed_result():
 def test_the_settings_of_the_methods_are_those_that_were_chosen():
     import train
     chosen = json.loads((RESULTS / "selection.json").read_text())["chosen"]
-    assert {name: flags for name, flags in train.CHOSEN.items() if name != "calm-exact"} == chosen
-    assert train.CHOSEN["calm-exact"] == chosen["calm-persistent"]
+    assert train.CHOSEN == chosen
 
 
 def test_pictures_of_the_readme_are_there():

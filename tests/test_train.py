@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers
 
+import metrics
 import train
 from bilevel import peak_bytes
-from data import Question, World
+from data import Asked, Question, World, load_mcqa, load_qa
 from model import Config, Transformer
+from test_data import model_dir
 from test_model import small_checkpoint
 
 ROOT = Path(train.__file__).parent
@@ -374,6 +376,161 @@ def test_a_real_model_through_the_same_loop(smollm2, questions, tmp_path):
     assert "prompts in chat form" in done.stdout
 
 
+# --- Files of every kind, and of any size --------------------------------------------------------
+
+@pytest.fixture
+def tiny_llm(model_dir, tmp_path):
+    """Directory of a random LLM over bytes, with a chat template."""
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages[0].content }}\n"}
+    size = len(model_dir(settings, bos=False).tokenizer.get_vocab())
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                                      max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def run_quietly(capsys, *argv):
+    """train.py in this process -> exit code, stdout, stderr."""
+    code = train.main([*map(str, argv), "--steps", "2", "--batch", "2", "--limit", "5", "--samples", "4", "--answer-tokens", "3", "--inner-steps", "1"])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def files(tmp_path):
+    """One file of every kind: PopQA, TriviaQA, Alpaca, MMLU."""
+    lines = [f"{i}\ts\tcapital\to\tWhat is capital {i}?\t" + json.dumps(["a", "b", f"city {i}"]) for i in range(30)]
+    texts = {"popqa.tsv": "id\tsubj\tprop\tobj\tquestion\tpossible_answers\n" + "\n".join(lines), "trivia.json": json.dumps({"Data": [
+        {"Question": f"Who is {i}?", "Answer": {"Value": "B", "Aliases": ["c", "d"]}} for i in range(30)]}),
+        "alpaca.json": json.dumps([{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(30)]),
+        "mmlu.csv": "".join(f"Which is {i}?,w,x,yes,{i},D\n" for i in range(30))}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return {name.split(".")[0]: tmp_path / name for name in texts}
+
+
+@pytest.mark.parametrize("trained, tested", [("popqa", "trivia"), ("trivia", "popqa")])
+def test_open_questions_in_both_directions(tiny_llm, files, trained, tested, tmp_path, capsys):
+    code, out, err = run_quietly(capsys, "--model", tiny_llm, "--train", files[trained], "--eval", files[tested], "--scoring", "open", "--show-prompt",
+                                 "--methods", "uniform,aligned,ts,calm", "--json", tmp_path / "r.json", "--out", tmp_path / "out")
+    assert code == 0, err
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(r["method"], r["domain"]) for r in rows] == [(m, d) for m in ("aligned", "ts", "calm") for d in ("id", tested)]
+    assert all(r["n"] == 5 and r["scoring"] == "open" and 0 <= r["accuracy"] <= 1 for r in rows) and rows[2]["temperature"] > 0
+    assert f"{tested}, open scoring, n = 5" in out and "[</s>]" in out
+    lines = [json.loads(line) for line in open(tmp_path / "out" / "predictions.jsonl", encoding="utf-8")]
+    accepted = {i: row["answers"] for i, row in enumerate(load_qa(files[tested]))}
+    assert len(lines) == 30
+    for line in lines:                                     # by another way round: what matches an alias is the gold class
+        assert len(line["samples"]) == len(line["classes"]) == 4 and all("\n" not in s for s in line["samples"])
+        if line["domain"].startswith(tested):
+            matches = [c == line["gold"] for c in line["classes"]]
+            assert matches == [metrics.answers_match(s, accepted[line["id"]]) for s in line["samples"]]
+    metrics.main([str(tmp_path / "out" / "predictions.jsonl"), "--json", str(tmp_path / "again.json")])
+    again = json.loads((tmp_path / "again.json").read_text())["rows"]
+    assert [(r["accuracy"], r["sem_ece"], r["sem_ece_split"]) for r in rows] == [(r["accuracy"], r["sem_ece"], r["sem_ece_split"]) for r in again]
+
+
+def test_instructions_train_and_multiple_choice_tests(tiny_llm, files, tmp_path, capsys):
+    code, out, err = run_quietly(capsys, "--model", tiny_llm, "--train", files["alpaca"], "--eval", files["mmlu"], files["popqa"], "--scoring",
+                                 "letter,text-char,open", "--methods", "aligned,ts,ft", "--json", tmp_path / "r.json")
+    assert code == 0, err
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(r["domain"], r["scoring"]) for r in rows[:4]] == [("mmlu", "letter"), ("mmlu", "text-char"), ("mmlu", "open"), ("popqa", "open")]
+    assert len({r["temperature"] for r in rows if r["method"] == "ts"}) == 1             # of the answers' tokens, whatever is tested
+    assert "24 training, 3 held-out, 3 validation" in out
+
+
+def test_the_logits_of_answers_are_those_of_transformers(tiny_llm, files, monkeypatch):
+    model, prompter = Transformer.from_pretrained(tiny_llm), train.Prompter(tiny_llm)
+    questions = list(Asked(load_qa(files["popqa"])[:4], prompter, "open", 500))
+    theirs, tokens = [], []
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tiny_llm)
+    for q in questions:
+        answer = prompter.tokenizer.encode("a").ids[:1] + [1]              # and </s>
+        z = reference(torch.tensor([q.prompt + answer])).logits[0].detach()
+        theirs.append(z[len(q.prompt) - 1:-1])
+        tokens += answer
+    z, y = train.answer_logits(model, questions)
+    assert y.tolist() == tokens
+    torch.testing.assert_close(z, torch.cat(theirs), atol=1e-4, rtol=0)
+    monkeypatch.setattr(train, "LOGITS_TO_FIT", 3 * model.config.vocab_size)
+    assert torch.equal(train.answer_logits(model, questions)[0], z[:3])
+
+
+@pytest.mark.parametrize("trained, tested, more, sentence", [
+    ("mmlu", ["popqa"], [], "popqa.tsv: holds open questions, which need --scoring open"),
+    ("mmlu", ["alpaca"], [], "alpaca.json: holds instructions, which can be trained on, not tested"),
+    ("alpaca", [], [], "alpaca.json: holds instructions, so what is tested must come from --eval"),
+    ("popqa", [], [], "popqa.tsv: holds open questions, so what is tested must come from --eval"),
+    ("alpaca", ["mmlu"], ["--methods", "cft"], "alpaca.json: cft trains on option letters, and this file holds instructions")])
+def test_files_that_do_not_fit_together_are_named(tiny_llm, files, trained, tested, more, sentence, capsys):
+    argv = [part for name in tested for part in ("--eval", files[name])]
+    code, out, err = run_quietly(capsys, "--model", tiny_llm, "--train", files[trained], *argv, *more)
+    assert code == 2 and sentence in err and err.count("\n") == 1
+
+
+def test_peak_memory_does_not_grow_with_the_evaluation_file(tiny_llm, files, tmp_path):
+    """Of the whole process, in MB, on 2,000 and on 60,000 rows. As lists of dicts the larger one needs some 60 more."""
+    script = ("import resource, sys, train; code = train.main(sys.argv[1:]); "
+              "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)")
+    peaks = []
+    for n in (2_000, 60_000):
+        with open(tmp_path / "large.jsonl", "w", encoding="utf-8") as f:
+            f.writelines(json.dumps({"question": f"Which of these many is number {i}?", "choices": [f"the {j} of {i}" for j in "abcd"], "answer": i % 4}) + "\n"
+                         for i in range(n))
+        done = subprocess.run([sys.executable, "-c", script, "--model", tiny_llm, "--train", files["mmlu"], "--eval", tmp_path / "large.jsonl", "--methods",
+                               "aligned,ts", "--limit", "20", "--out", tmp_path / "out"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        peaks.append(int(done.stdout.split()[-1]))
+    assert peaks[1] < peaks[0] + 15, peaks
+
+
+# --- Beside lm-evaluation-harness ----------------------------------------------------------------
+
+def harness_scores(directory, questions, prompter, monkeypatch):
+    """What lm-evaluation-harness makes of every option of the same prompts: a list of sums of log-probabilities a question."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    theirs = HFLM(pretrained=str(directory), device="cpu", dtype="float32", batch_size=8, add_bos_token=False)
+    text = lambda ids: prompter.tokenizer.decode(ids, skip_special_tokens=False)
+    requests = [Instance("loglikelihood", {}, (text(q.prompt), text(option)), i) for i, q in enumerate(questions) for option in q.options]
+    found = iter(theirs.loglikelihood(requests, disable_tqdm=True))
+    return [[next(found)[0] for _ in q.options] for q in questions]
+
+
+@pytest.mark.parametrize("which, n", [("tiny", 100), ("smollm2", 6)])
+def test_choices_are_those_of_lm_evaluation_harness(which, n, questions, request, tmp_path, monkeypatch):
+    """Letters and texts, by sum (its acc) and per character (its acc_norm): the same scores, the same choice, the same accuracy.
+    The harness counts white space at a prompt's end as the answer's, so here no prompt ends with any."""
+    directory = request.getfixturevalue("tiny_llm") if which == "tiny" else tmp_path
+    if which == "smollm2":
+        for file in request.getfixturevalue("smollm2").iterdir():
+            (tmp_path / file.name).symlink_to(file)
+        (tmp_path / "tokenizer_config.json").unlink()
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>" if which == "tiny" else "<|im_end|>"}
+    template = {"chat_template": "{{ messages[0].content }}\nI say:"} if which == "tiny" else {}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, **template}), encoding="utf-8")
+    rows = [row for row in load_mcqa(questions("opentrivia"))[::97] if len(row["question"]) < 150 and len(set(row["choices"])) == 4][:n]
+    model, prompter = Transformer.from_pretrained(directory), train.Prompter(directory)
+    task = train.Task(model, {}, None, None, None, {}, [])
+    for form, scorings in (("letter", ["letter"]), ("text", ["text-sum", "text-char"])):
+        asked = list(Asked(rows, prompter, form, 1000))
+        assert len(asked) == n
+        sums = torch.tensor(harness_scores(directory, asked, prompter, monkeypatch), dtype=torch.float64)
+        for scoring in scorings:
+            lengths = torch.tensor([[len(c) if scoring == "text-char" else 1 for c in row["choices"]] for row in rows])
+            theirs, ours = sums / lengths, train.scores_of(task, None, asked, scoring)
+            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+            best = theirs.sort(1).values
+            clear = best[:, -1] - best[:, -2] > 1e-3       # up to ties
+            assert clear.sum() > n / 2 and torch.equal(ours.argmax(1)[clear], theirs.argmax(1)[clear])
+            gold = torch.tensor([row["answer"] for row in rows])
+            assert abs((ours.argmax(1) == gold).sum() - (theirs.argmax(1) == gold).sum()) <= (~clear).sum()
+
+
 # --- Merged models -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("method, said", [("calm/mode=vector", "the offset is lm_head.bias"), ("calm-scalar", "complete for any reader")])
@@ -531,46 +688,3 @@ def test_what_several_processes_cannot_do(argv, sentence):
 
 if __name__ == "__main__":                                 # under torchrun
     fit_everything(sys.argv[1])
-
-
-# --- The scores of lm-evaluation-harness ---------------------------------------------------------
-
-def harness_scores(directory, prompter, questions, batch=8):
-    """log-probabilities of all options by lm-evaluation-harness, (n, options): the same texts, its own tokens, batches and model."""
-    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    harness = HFLM(pretrained=model, tokenizer=transformers.AutoTokenizer.from_pretrained(directory), batch_size=batch, device="cpu")
-    text = lambda ids: prompter.tokenizer.decode(ids, skip_special_tokens=False)
-    found = harness.loglikelihood([Instance("loglikelihood", {}, (text(q.prompt), text(option)), j)
-                                   for q in questions for j, option in enumerate(q.options)], disable_tqdm=True)
-    return torch.tensor([log_p for log_p, _ in found], dtype=torch.float64).view(len(questions), -1)
-
-
-def same_choices(ours, theirs):
-    """Whether the argmax of every row is the same, or two options that tie to rounding."""
-    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
-    i = torch.arange(len(ours))
-    return bool(((ours.argmax(1) == theirs.argmax(1)) | ((theirs.amax(1) - theirs[i, ours.argmax(1)]).abs() < 4e-4)).all())
-
-
-def test_scores_and_accuracy_are_those_of_lm_evaluation_harness(smollm2, questions, tmp_path):
-    """100 questions on a small random model with a real tokenizer, and a few on SmolLM2 itself; sum of log-probabilities
-    (letters, and the harness's acc) and their mean per character (its acc_norm)."""
-    torch.manual_seed(0)
-    tiny = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2))
-    tiny.save_pretrained(tmp_path / "tiny")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "tiny" / file).write_bytes((smollm2 / file).read_bytes())
-    rows = train.load_mcqa(questions("opentrivia"))[::425][:100]
-    for directory, n in ((tmp_path / "tiny", 100), (smollm2, 4)):
-        model, prompter = Transformer.from_pretrained(directory), train.Prompter(directory)
-        prompter.template = None                           # the plain form: the harness would count a chat prompt's last newline to the answer
-        for form, rules in (("letter", ["sum"]), ("text", ["sum", "char"])):
-            asked = [prompter.question(row, form) for row in rows[:n]]
-            theirs = harness_scores(directory, prompter, asked)
-            for rule in rules:
-                expected = theirs / torch.tensor([q.lengths for q in asked]) if rule == "char" else theirs
-                assert same_choices(train.score_options(model, None, asked, rule), expected), (directory.name, form, rule)
