@@ -559,6 +559,22 @@ def quadratic(mu=0.1, seed=0):
                    lambda: ((theta - c) ** 2).sum() / 2 + alpha @ d)
 
 
+def softmax_regression(mu=0.0, mode="scalar", entropy_of="adjusted", seed=0):
+    """z = W x + b on 200 rows of 5 features and 4 classes, theta = (W, b), the last logit zero; F looks at 200 other rows.
+
+    L = cross-entropy under a LogitAdjustment + mu/2 |theta|^2; entropy_of "raw": F takes the entropy of z, not of z~.
+    """
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
+    x, x_F, truth = draw(200, 5), draw(200, 5), draw(5, 4)
+    targets = torch.multinomial((x @ truth).softmax(-1), 1, generator=g)[:, 0]           # noisy labels: L has a minimum
+    theta, adjustment = torch.zeros(6, 3, dtype=torch.float64, requires_grad=True), LogitAdjustment(4, mode).double()
+    logits = lambda x: F.pad(x @ theta[:5] + theta[5], (0, 1))                           # (200, 4)
+    return Bilevel([theta], [p for p in adjustment.parameters() if p.requires_grad],
+                   lambda: parametric_cross_entropy(logits(x), targets, adjustment) + mu / 2 * (theta ** 2).sum(),
+                   lambda: negative_entropy(logits(x_F), adjustment if entropy_of == "adjusted" else None))
+
+
 @functools.cache
 def pretrained(seed):
     """A one-layer transformer trained on 64 statements of a toy world: model, ids and held-out ids, (64, 5) each."""
@@ -816,6 +832,20 @@ def at_a_language_model(problem, mu, max_iter=60):
     return facts, measure(problem, jobs, truth)
 
 
+def under_a_temperature():
+    """Table (d): the hypergradient of alpha in softmax_regression, where theta can undo what alpha does and where it cannot."""
+    rows = []
+    for entropy_of, mode, mu in (("adjusted", "scalar", 0.0), ("adjusted", "vector", 0.0), ("adjusted", "scalar", 0.1),
+                                 ("adjusted", "vector", 0.1), ("raw", "scalar", 0.0), ("raw", "vector", 0.0)):
+        problem = softmax_regression(mu, mode, entropy_of)
+        reached = minimise(problem, problem.lower, 1e-14)
+        h, report = exact_hypergradient(problem, tol=1e-14)
+        rows.append({"problem": "temperature", "method": f"{entropy_of} entropy, {mode}", "setting": f"mu = {mu:g}",
+                     "ignored": float(problem.gradient(problem.upper())[1].norm()), "hypergradient": float(flatten(h, problem.alpha).norm()),
+                     "gradient_norm": reached, "products": report["products"]})
+    return rows
+
+
 def print_table(title, reading, facts, rows, columns):
     """A title, one line on how to read it, the facts about the point, and the rows in columns."""
     print(f"\n{title}\n{reading}")
@@ -887,7 +917,7 @@ def main(argv=None):
     """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     parser = Parser(description="Every hypergradient against the exact one.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
                     allow_abbrev=False)
-    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "llm"], help="whose hypergradients")
+    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "temperature", "llm"], help="whose hypergradients")
     parser.add_argument("--seeds", type=int, default=1, help="problems along whose trajectories directions are compared")
     parser.add_argument("--steps", type=int, default=120, help="of the persistent surrogate along a trajectory; the others spend as many gradients")
     parser.add_argument("--model", metavar="DIR", help="of --problem llm: a Hugging Face directory")
@@ -900,7 +930,7 @@ def main(argv=None):
             raise ValueError("--problem llm needs --model DIR and --train FILE")
         if not (1 <= args.seeds <= 1e9 and 100 <= args.steps <= 1e9):
             raise ValueError("--seeds must be at least 1 and --steps at least 100, and neither above 1e9")
-        if args.plot and (args.problem == "llm" or not args.plot.endswith((".png", ".pdf", ".svg"))):
+        if args.plot and (args.problem in ("llm", "temperature") or not args.plot.endswith((".png", ".pdf", ".svg"))):
             raise ValueError("--plot draws table (b) of the quadratic or the transformer, to a .png, .pdf or .svg file")
         for path in (args.json, args.plot):
             if path is not None:
@@ -908,7 +938,7 @@ def main(argv=None):
         return laboratory(args)
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
-        print(f"bilevel.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+        print("bilevel.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
         if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
             sys.stdout = open(os.devnull, "w")
         return 2
@@ -927,6 +957,11 @@ def laboratory(args):
         print_table("A real LLM, LoRA on the attention projections",
                     "How to read it: errors are to the reference named below, at a point that is only nearly converged.",
                     facts["llm"], rows, columns)
+    elif args.problem == "temperature":
+        rows = under_a_temperature()
+        print_table("(d) What theta can undo", "How to read it: sizes of dF/dalpha, lower level ignored and exact. Where theta is free to re-fit the "
+                    "adjusted logits,\nalpha changes nothing that F sees; a regulariser mu, or F of the raw logits, makes it count.",
+                    {}, rows, ["ignored", "hypergradient"])
     else:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
         make = quadratic if args.problem == "quadratic" else tiny_transformer

@@ -5,11 +5,14 @@
 "prefer the likelier answer" is not. The rest is for a real model: published question files into
 rows (plain dicts), rows into prompts, prompts into token ids and batches.
 """
+import contextlib
 import csv
 import dataclasses
 import datetime
+import functools
 import gzip
 import io
+import itertools
 import json
 import re
 import sys
@@ -29,6 +32,8 @@ class Question:
     options: list                                          # one list of token ids an option
     gold: int                                              # index of the right option
     lengths: list = None                                   # characters of each option's text
+    answers: list = None                                   # texts that are right, where the model answers in its own words
+    id: int = None                                         # its row's place in the file
 
 
 def within_context(questions, context):
@@ -160,19 +165,22 @@ class World:
 # --- Question files: from bytes to records -------------------------------------------------------
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+BLOCK = 2 ** 16                                            # characters read at a time
 
 
-def read_text(path):
-    """The text of a plain or gzipped UTF-8 file, without byte-order mark, lines ending in LF. A byte that is not
-    UTF-8 becomes a lone surrogate, so that `clean` can blame the row it stands in instead of the whole file."""
+@contextlib.contextmanager
+def opened(path):
+    """A plain or gzipped UTF-8 file to read from, without byte-order mark. A byte that is not UTF-8 becomes
+    a lone surrogate, so that `clean` can blame the row it stands in instead of the whole file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    data = Path(path).read_bytes()
-    try:
-        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path}: not readable as gzip ({error})") from None
-    return data.decode("utf-8-sig", errors="surrogateescape").replace("\r\n", "\n")
+    with open(path, "rb") as f:
+        opener = gzip.open if f.read(2) == b"\x1f\x8b" else open
+    with opener(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="\n") as f:
+        try:
+            yield f
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: not readable as gzip ({error})") from None
 
 
 def parse_json(text, at=0):
@@ -183,25 +191,40 @@ def parse_json(text, at=0):
         return None, len(text)
 
 
-def json_array(text, at):
-    """Yield (line number, value) of the array that opens just before text[at]; where it is torn comes a last None."""
-    number, counted = 1, 0
+def read_object(path):
+    """The JSON object that a file holds, or a ValueError."""
+    with opened(path) as f:
+        text = f.read().strip()
+    value, end = parse_json(text)
+    if not isinstance(value, dict) or end < len(text):
+        raise ValueError(f"{path}: not a JSON object")
+    return value
+
+
+def json_array(f, start):
+    """Yield (line number, value) of the array that opens just before character `start` of a file, of which a block
+    and a value are held at a time; where the array is torn comes a last None."""
+    number, text, at, counted = 1, f.read(start), start, 0
     while True:
         at = re.compile(r"[\s,]*").match(text, at).end()
         number, counted = number + text.count("\n", counted, at), at
+        value, end = (None, at) if text.startswith("]", at) else parse_json(text, at)
+        if end == len(text) and (more := f.read(max(BLOCK, end - at))):    # the end of the block may have cut it: again, with more
+            text, at, counted = text[at:] + more, 0, 0
+            continue
         if text.startswith("]", at):
             break
-        value, at = parse_json(text, at)
         yield number, value
-        if value is None and at == len(text):
+        if value is None and end == len(text):
             return
-    if text[at + 1:].strip()[:1] not in ("", ",", "}"):    # the end of the file, or of TriviaQA's outer object
+        at = end
+    if (text[at + 1:] + f.read(BLOCK)).strip()[:1] not in ("", ",", "}"):  # the end of the file, or of TriviaQA's outer object
         yield number, None
 
 
-def csv_rows(text, delimiter=","):
+def csv_rows(lines, delimiter=","):
     """Yield (line number, tuple of cells) of every row that is not blank; None is a row that csv cannot read."""
-    reader = csv.reader(io.StringIO(text), delimiter=delimiter)
+    reader = csv.reader(lines, delimiter=delimiter)
     while True:
         number = reader.line_num + 1
         try:
@@ -215,58 +238,87 @@ def csv_rows(text, delimiter=","):
 
 
 def read_records(path):
-    """Yield (line number, record) of a file, told apart by what it holds.
+    """Yield (line number, record) of a file, told apart by what its beginning holds.
 
     A record is a dict (a JSON object, or a row under a tab-separated header that names a column
     "question"), a tuple (the cells of a CSV row), or None where the line is neither. JSON comes as
     lines, as one array, or as TriviaQA's object with an array under "Data".
     """
-    text = read_text(path)
-    header = text.strip().partition("\n")[0].split("\t")
-    if len(header) > 1 and "question" in header:
-        for number, cells in list(csv_rows(text, "\t"))[1:]:
-            yield number, dict(zip(header, cells)) if cells and len(cells) == len(header) else None
-        return
-    _, first = next(csv_rows(text), (1, None))
-    if not text.lstrip().startswith(("{", "[")) or first and first[-1].strip() in tuple(LETTERS[:len(first) - 2]):
-        yield from csv_rows(text)                          # a CSV's first question may open with a bracket, too
-    elif array := re.match(r'\s*(\{[^][{}]*"Data"\s*:\s*)?\[', text):
-        yield from json_array(text, array.end())
-    else:
-        for number, line in enumerate(map(str.strip, io.StringIO(text)), 1):
-            if line:
-                value, end = parse_json(line)
-                yield number, value if end == len(line) else None
+    with opened(path) as f:
+        head = f.read(BLOCK)
+    header = head.strip().partition("\n")[0].rstrip("\r").split("\t")
+    _, first = next(csv_rows(io.StringIO(head)), (1, None))
+    array = re.match(r'\s*(\{[^][{}]*"Data"\s*:\s*)?\[', head)
+    with opened(path) as f:
+        lines = (line.replace("\r\n", "\n") for line in f)
+        if len(header) > 1 and "question" in header:
+            for number, cells in itertools.islice(csv_rows(lines, "\t"), 1, None):
+                yield number, dict(zip(header, cells)) if cells and len(cells) == len(header) else None
+        elif not head.lstrip().startswith(("{", "[")) or first and first[-1].strip() in tuple(LETTERS[:len(first) - 2]):
+            yield from csv_rows(lines)                     # a CSV's first question may open with a bracket, too
+        elif array:
+            yield from json_array(f, array.end())
+        else:
+            for number, line in enumerate(map(str.strip, lines), 1):
+                if line:
+                    value, end = parse_json(line)
+                    yield number, value if end == len(line) else None
 
 
-def load(path, make_converter, skip_bad):
-    """Rows of a file, or of all files of a directory in sorted order (hidden ones and subdirectories aside).
-
-    `make_converter(records)` looks at all of a file's records and returns the function that turns
-    one of them into a row. In a directory a row without a subject gets its file's name, less its ending.
-    """
+def files_of(path):
+    """The file, or all files of a directory in sorted order (hidden ones and subdirectories aside)."""
     path = Path(path)
-    files = sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".") if path.is_dir() else [path]
-    rows, complaints = [], []
-    for file in files:
-        records = list(read_records(file))
-        convert = make_converter([record for _, record in records])
-        for number, record in records:
+    return sorted(f for f in path.iterdir() if f.is_file() and f.name[0] != ".") if path.is_dir() else [path]
+
+
+def kind_of(path):
+    """"mcqa", "qa" or "instructions", by the keys of the first record: which loader the file is for."""
+    for file in files_of(path):
+        for _, record in read_records(file):
+            if isinstance(record, dict):
+                keys = {key.lower() for key in record}
+                if "question" not in keys and keys & {"instruction", "prompt"}:
+                    return "instructions"
+                if not keys & {"choices", "opa", "answerkey"} and not isinstance(record.get("question"), dict):
+                    return "qa"
+            if record is not None:
+                return "mcqa"
+    return "mcqa"
+
+
+def stream(path, kind, skip_bad=False):
+    """The rows that `load_mcqa`, `load_qa` or `load_instructions` returns (`kind` as from `kind_of`), one at a time: a file of
+    any size is read in the memory of a few rows. In a directory a row without a subject gets its file's name, less its ending."""
+    good, bad, first_bad = 0, 0, ""
+    for file in files_of(path):
+        convert = {"mcqa": mcqa_converter, "qa": lambda file: qa_row, "instructions": lambda file: instruction_row}[kind](file)
+        for number, record in read_records(file):
             try:
                 row = convert(record)
             except ValueError as error:
-                complaints.append(f"{file}, line {number}: {error}")
+                first_bad = first_bad or f"{file}, line {number}: {error}"
                 if not skip_bad:
-                    raise ValueError(complaints[0]) from None
+                    raise ValueError(first_bad) from None
+                bad += 1
                 continue
-            if path.is_dir() and row.get("subject") == "":
+            if Path(path).is_dir() and row.get("subject") == "":
                 row["subject"] = Path(file.name.removesuffix(".gz")).stem
-            rows.append(row)
-    if not rows:
-        raise ValueError(f"{path}: holds no question" + "".join(f" ({c})" for c in complaints[:1]))
-    if complaints:
-        print(f"{path}: {len(complaints)} unreadable rows left out, the first: {complaints[0]}", file=sys.stderr)
-    return rows
+            good += 1
+            yield row
+    if not good:
+        raise ValueError(f"{path}: holds no question" + f" ({first_bad})" * bool(bad))
+    if bad:
+        print(f"{path}: {bad} unreadable rows left out, the first: {first_bad}", file=sys.stderr)
+
+
+def sample(rows, n, generator):
+    """At most n of the rows in random order, every choice equally likely; no more than n are held (reservoir sampling: Vitter, 1985, algorithm R)."""
+    kept = []
+    for i, row in enumerate(rows):
+        place = i if i < n else int(torch.randint(i + 1, (), generator=generator))
+        if place < n:
+            kept[place:place + 1] = [row]
+    return [kept[i] for i in torch.randperm(len(kept), generator=generator).tolist()]
 
 
 # --- Question files: from records to rows --------------------------------------------------------
@@ -328,13 +380,13 @@ def texts_and_labels(choices):
 
 
 def mcqa_row(record, first_cop):
-    """A record of any of these formats -> {"question", "choices", "answer" (index), "subject"}."""
+    """A record of any of these formats -> {"question", "choices", "answer" (index), "subject"}; first_cop() is where MedMCQA's cop starts."""
     if isinstance(record, tuple) and len(record) > 1:
         question, choices, key, subject = mmlu_csv(record)
     elif not isinstance(record, dict):
         raise ValueError("neither a JSON object nor a CSV row of a question, its options and a letter")
     elif "opa" in record:
-        question, choices, key, subject = medmcqa(record, first_cop)
+        question, choices, key, subject = medmcqa(record, first_cop())
     elif "answerKey" in record or isinstance(record.get("question"), dict):
         question, choices, key, subject = arc(record)
     else:
@@ -350,10 +402,16 @@ def mcqa_row(record, first_cop):
     return {"question": question, "choices": choices, "answer": right.pop(), "subject": clean(subject, "subject", optional=True)}
 
 
+def mcqa_converter(file):
+    """The `mcqa_row` for one file, which is read twice if it is MedMCQA's."""
+    return functools.partial(mcqa_row, first_cop=functools.cache(
+        lambda: 1 - any(isinstance(r, dict) and str(r.get("cop")) == "0" for _, r in read_records(file))))
+
+
 def load_mcqa(path, skip_bad=False):
     """Multiple-choice questions -> list of {"question", "choices" (2 to 26 texts), "answer" (index), "subject"}.
 
-    `path` is a file, plain or gzipped, or a directory of files (`load`). Formats are told apart by
+    `path` is a file, plain or gzipped, or a directory of files (`stream`). Formats are told apart by
     content: those of `mmlu_csv`, `medmcqa`, `arc` and `plain`. An "answer" that is a number is a
     0-based index, one that is a string is a label: the option's own, or A, B, ... where it has none; a
     key that can be read both ways is an error. MedMCQA's cop counts from 1 in the authors' files and
@@ -363,10 +421,7 @@ def load_mcqa(path, skip_bad=False):
     Raises ValueError naming file and line; with `skip_bad` such rows are left out and one line on
     stderr counts them. A file that is broken as a whole (a torn gzip) is an error either way.
     """
-    def converter(records):
-        first = 1 - any(isinstance(r, dict) and str(r.get("cop")) == "0" for r in records)
-        return lambda record: mcqa_row(record, first)
-    return load(path, converter, skip_bad)
+    return list(stream(path, "mcqa", skip_bad))
 
 
 def qa_row(record):
@@ -399,7 +454,7 @@ def load_qa(path, skip_bad=False):
     copy in lower case), and JSON lines or an array of {"question", "answer" or "answers", "subject"}.
     Files, directories and errors as in `load_mcqa`.
     """
-    return load(path, lambda records: qa_row, skip_bad)
+    return list(stream(path, "qa", skip_bad))
 
 
 def instruction_row(record):
@@ -419,7 +474,7 @@ def load_instructions(path, skip_bad=False):
     input under the instruction after a blank line), the same as JSON lines, or {"prompt", "answer"}.
     A row without an answer teaches nothing and is an error: Alpaca has a few, so give `skip_bad`.
     """
-    return load(path, lambda records: instruction_row, skip_bad)
+    return list(stream(path, "instructions", skip_bad))
 
 
 def question_key(row):
@@ -458,7 +513,8 @@ def compile_template(source, path):
 
 
 class Prompter:
-    """A model directory's tokenizer and prompt form: question rows -> `Question`s in tokens.
+    """A model directory's tokenizer and prompt form: rows -> `Question`s in tokens. `stop_ids` end an answer, the first of
+    them a turn: they are the eos_token of tokenizer_config.json and the eos_token_id of generation_config.json and config.json.
 
     Prompts use the model's chat template when it has one and jinja2 is installed, otherwise a
     plain "Question: ... Answer:" form; `form` says which. The template is the file
@@ -483,21 +539,25 @@ class Prompter:
         self.tokenizer.no_padding()
         self.template_path, settings = Path(directory) / "tokenizer_config.json", {}
         if self.template_path.is_file():
-            text = read_text(self.template_path).strip()
-            settings, end = parse_json(text)
-            if not isinstance(settings, dict) or end < len(text):
-                raise ValueError(f"{self.template_path}: not a JSON object")
+            settings = read_object(self.template_path)
         source = settings.get("chat_template")
         if isinstance(source, list):
             named = [t.get("template") for t in source if isinstance(t, dict) and t.get("name") == "default"]
             source = named[0] if named else source
         if (Path(directory) / "chat_template.jinja").is_file():
             self.template_path = Path(directory) / "chat_template.jinja"
-            source = read_text(self.template_path)
+            with opened(self.template_path) as f:
+                source = f.read().replace("\r\n", "\n")
         if source is not None and not isinstance(source, str):
             raise ValueError(f"{self.template_path}: chat_template is neither a text nor a list with one named 'default'")
         special = {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items() if k.endswith("_token")}
         self.special = {k: v for k, v in special.items() if isinstance(v, str)}
+        ids = [self.tokenizer.token_to_id(self.special.get("eos_token", ""))]
+        for name in ("generation_config.json", "config.json"):
+            if (Path(directory) / name).is_file():
+                found = read_object(Path(directory) / name).get("eos_token_id")
+                ids += found if isinstance(found, list) else [found]
+        self.stop_ids = tuple(dict.fromkeys(i for i in ids if type(i) is int))
         # What belongs before any text, a beginning-of-sequence token or nothing: as the tokenizer does it,
         # unless tokenizer_config.json says otherwise.
         self.prefix = sample.ids[:1] if sample.special_tokens_mask[:1] == [1] else []
@@ -531,32 +591,39 @@ class Prompter:
             raise ValueError(f"{self.path}: the tokenizer fails on a prompt ({error})") from None
         return ids if ids[:1] == self.prefix else self.prefix + ids
 
-    def continuation(self, prompt, answer):
-        """Token ids of `answer` as they occur after `prompt` (its text)."""
-        before, whole = self.encode(prompt), self.encode(prompt + answer)
+    def continuation(self, prompt, before, answer):
+        """Token ids of `answer` as they occur after `prompt`, whose own are `before`."""
+        whole = self.encode(prompt + answer)
         if whole[:len(before)] != before or len(whole) == len(before):
             raise ValueError(f"{self.path}: the answer {answer!r:.80} has no tokens of its own after the prompt {prompt[-40:]!r}")
         return whole[len(before):]
 
     def question(self, row, scoring):
-        """A question row -> `Question`. "letter": the options are listed and answered by letter, each one
-        token of its own, ValueError if not; "text": the answer is an option's own text."""
-        text, space = f"Question: {row['question']}", "" if self.template else " "
+        """A row of any file -> `Question`. "letter": the options are listed and answered by letter, each one token of its own,
+        ValueError if not; "text": the answer is an option's own text; "open": there are no options, only the right answer
+        (the first of several) and the token that ends a turn. An instruction is its own prompt."""
+        text = row.get("prompt") or f"Question: {row['question']}"
+        answers, right, accepted, end = row.get("choices") or row.get("answers") or [row["answer"]], 0, None, []
+        if "choices" in row:
+            right = row["answer"]
         if scoring == "letter":
-            answers = LETTERS[:len(row["choices"])]
-            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(answers, row["choices"]))
+            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, answers))
             text += "\nAnswer with the letter of the right option."
-        else:
-            answers = row["choices"]
+            answers = LETTERS[:len(answers)]
+        elif "question" in row:
             text += "\nAnswer in a few words."
-        prompt = self.render(text, "Answer:")
-        options = [self.continuation(prompt, space + answer) for answer in answers]
+        if scoring == "open":
+            accepted, end = answers[right:right + 1] if "choices" in row else answers, list(self.stop_ids[:1])
+            answers, right = accepted[:1], 0
+        prompt, space = self.render(text, "Answer:"), "" if self.template else " "
+        before = self.encode(prompt)
+        options = [self.continuation(prompt, before, space + answer) + end for answer in answers]
         if scoring == "letter":
             bad = [a for a, o in zip(answers, options) if len(o) > 1 or options.count(o) > 1]
             if bad:
                 raise ValueError(f"{self.path}: the option letters {', '.join(bad)} are not, after the prompt, "
                                  "one token each and all different")
-        return Question(self.encode(prompt), options, row["answer"], [len(a) for a in answers])
+        return Question(before, options, right, [len(a) for a in answers], accepted, row.get("id"))
 
     def show(self, question):
         """A `Question` for a reader: its prompt as text, as token strings, and every option with the tokens that
@@ -568,3 +635,17 @@ class Prompter:
             scored = " ".join(f"[{name([t])}]" for t in option)
             lines.append(f"{'*' if i == question.gold else ' '} ... {name(question.prompt[-3:])} {scored}")
         return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class Asked:
+    """Rows as `Question`s, those that fit into the context: made anew each time they are gone through, so that the rows
+    are all that stays in memory."""
+    rows: list
+    prompter: Prompter
+    scoring: str
+    context: int
+
+    def __iter__(self):
+        for row in self.rows:
+            yield from within_context([self.prompter.question(row, self.scoring)], self.context)[0]

@@ -13,6 +13,7 @@ at all rows at once, so a result cannot depend on how the data were batched.
 import argparse
 import collections
 import gzip
+import itertools
 import json
 import math
 import os
@@ -233,31 +234,39 @@ def fit_temperature(logits, labels):
     """T > 0 that minimises the NLL of softmax(logits / T) (Guo et al., ICML 2017, section 4.2).
 
     logits (n, k), -inf where a question has no such option; labels (n,). The NLL is convex in b = 1/T
-    with slope mean(E_p[z] - z_label), so T comes from bisecting the slope's sign, in float64, over
-    T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds. ValueError on
+    with slope mean(E_p[z] - z_label) and curvature mean(Var_p[z]), so T comes from Newton's method with
+    bisection, in float64, over T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds. ValueError on
     NaN, +inf, or a label whose logit is -inf.
     """
-    z, labels = as_array(logits).astype(float), as_array(labels)
+    z, labels = as_array(logits), as_array(labels)
     if z.ndim != 2 or not z.size:
         raise ValueError(f"logits must be a non-empty array of 2 dimensions, not of shape {z.shape}")
     check_labels(labels, *z.shape)
-    rows = np.arange(len(z))
-    if np.isnan(z).any() or np.isposinf(z).any() or np.isneginf(z[rows, labels]).any():
+    if np.isnan(z).any() or np.isposinf(z).any() or np.isneginf(z[np.arange(len(z)), labels]).any():
         raise ValueError("logits must not be NaN or +inf, and a label's logit not -inf")
-    z = z - z.max(1, keepdims=True)                        # (n, k), at most 0
-    finite = np.where(np.isneginf(z), 0, z)                # an absent option has p = 0: it must not make 0 x inf
+    parts = np.array_split(np.arange(len(z)), -(-z.size // 2 ** 22))       # logits over a vocabulary are large: some rows at a time
 
-    def loss_and_slope(b):
-        e = np.exp(b * z)
-        total = e.sum(1)
-        return (np.log(total) - b * z[rows, labels]).mean(), ((e * finite).sum(1) / total - z[rows, labels]).mean()
+    def derivatives(b):                                    # of the NLL: itself, its slope and its curvature, the variance of z
+        sums = np.zeros(3)
+        for rows in parts:
+            x, y = z[rows].astype(float), labels[rows]
+            x -= x.max(1, keepdims=True)                   # (rows, k), at most 0
+            p, right = np.exp(b * x), x[np.arange(len(x)), y]
+            total = p.sum(1)
+            x[np.isneginf(x)] = 0                          # an absent option has p = 0: it must not make 0 x inf
+            mean, square = np.einsum("nk,nk->n", p, x) / total, np.einsum("nk,nk,nk->n", p, x, x) / total
+            sums += [(np.log(total) - b * right).sum(), (mean - right).sum(), (square - mean ** 2).sum()]
+        return sums / len(z)
 
-    low, high = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0]   # of b
-    for _ in range(60):
-        b = math.sqrt(low * high)
-        low, high = (b, high) if loss_and_slope(b)[1] < 0 else (low, b)
-    b = math.sqrt(low * high)
-    if not loss_and_slope(b)[0] < loss_and_slope(1.0)[0]:
+    low, high, b = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0], 1.0      # of b
+    for step in itertools.count(1):                        # Newton's, but every third halves the bracket's logarithm
+        _, slope, curvature = derivatives(b)
+        low, high = (b, high) if slope < 0 else (low, b)
+        newton = b - slope / curvature if curvature > 0 else math.inf
+        if high / low < 1 + 1e-12 or abs(newton - b) < 1e-12 * b:
+            break
+        b = newton if step % 3 and low < newton < high else math.sqrt(low * high)
+    if not derivatives(b)[0] < derivatives(1.0)[0]:
         return 1.0
     for bound in TEMPERATURES:
         if math.isclose(1 / b, bound, rel_tol=1e-9):
@@ -370,6 +379,37 @@ def semantic_confidence(classes, estimator="plugin", splits=10, seed=0):
     return answer, hits / seen if seen else math.nan
 
 
+def group_answers(samples, golds=(), same_answer=answers_match):
+    """n sampled texts -> n classes for `semantic_confidence`, None for an empty text.
+
+    same_answer(a, b) says whether two texts mean the same; the default compares them once normalised, yours may ask a
+    model. A sample that means any of `golds`, the accepted answers, is in the class golds[0]; any other is in the class of the
+    first sample before it that it means the same as, and a class is called by its first text.
+    """
+    classes = []
+    for text in samples:
+        if not normalize_answer(text):
+            classes.append(None)
+        elif any(same_answer(text, gold) for gold in golds):
+            classes.append(golds[0])
+        else:
+            others = (c for c in dict.fromkeys(classes) if c is not None and c not in golds)
+            classes.append(next((c for c in others if same_answer(text, c)), text))
+    return classes
+
+
+def modal_answers(samples, golds, estimator="plugin", splits=10, seed=0):
+    """Of the questions that have a confidence, the confidence and whether the modal class is right; and whether it is, of all.
+    Arguments as for `sem_ece`."""
+    if not len(samples) or len(samples) != len(golds):
+        raise ValueError(f"samples and golds must be equally many, at least one, not {len(samples)} and {len(golds)}")
+    answers = [semantic_confidence(classes, estimator, splits, seed) for classes in samples]
+    golds = [gold if isinstance(gold, (list, tuple, set, frozenset)) else [gold] for gold in golds]
+    right = [answer is not None and answer in gold for (answer, _), gold in zip(answers, golds)]
+    known = [i for i, (_, c) in enumerate(answers) if not math.isnan(c)]
+    return np.array([answers[i][1] for i in known]), np.array([right[i] for i in known]), right
+
+
 def sem_ece(samples, golds, estimator="plugin", bins=10, splits=10, seed=0):
     """Sem-ECE over questions: ece(confidence of the modal class, whether it is right).
 
@@ -377,16 +417,10 @@ def sem_ece(samples, golds, estimator="plugin", bins=10, splits=10, seed=0):
     class, or a list or set of the classes, that are right. -> {"n", "accuracy", "confidence", "sem_ece", "missing"}.
     A question without a confidence counts as wrong in the accuracy and in "missing", and is not in the other two.
     """
-    if not len(samples) or len(samples) != len(golds):
-        raise ValueError(f"samples and golds must be equally many, at least one, not {len(samples)} and {len(golds)}")
-    answers = [semantic_confidence(classes, estimator, splits, seed) for classes in samples]
-    golds = [gold if isinstance(gold, (list, tuple, set, frozenset)) else [gold] for gold in golds]
-    right = [answer is not None and answer in gold for (answer, _), gold in zip(answers, golds)]
-    known = [(c, y) for (_, c), y in zip(answers, right) if not math.isnan(c)]
-    confidence, correct = [c for c, _ in known], [y for _, y in known]
+    confidence, correct, right = modal_answers(samples, golds, estimator, splits, seed)
     return {"n": len(samples), "accuracy": sum(right) / len(samples),
-            "confidence": sum(confidence) / len(known) if known else math.nan,
-            "sem_ece": ece(confidence, correct, bins) if known else math.nan, "missing": len(samples) - len(known)}
+            "confidence": sum(confidence.tolist()) / len(confidence) if len(confidence) else math.nan,
+            "sem_ece": ece(confidence, correct, bins) if len(confidence) else math.nan, "missing": len(samples) - len(confidence)}
 
 
 # --- 7. The row, the diagrams, the command line --------------------------------------------------
@@ -401,6 +435,14 @@ def evaluate(probabilities, labels, bins=10):
             "smooth_ece": smooth_ece(confidence, correct), "mce": maximum_calibration_error(confidence, correct, bins),
             "auroc": auroc(confidence, correct), "confidence": float(confidence.mean(dtype=float)),
             "ece_floor": ece_floor(confidence, bins=bins)}
+
+
+def evaluate_open(samples, golds, bins=10):
+    """Arguments as for `sem_ece` -> the row of metrics of sampled answers: by both estimators, the plug-in's with its interval."""
+    confidence, correct, _ = modal_answers(samples, golds)
+    interval = bootstrap_interval(lambda c, y: ece(c, y, bins), confidence, correct) if len(confidence) else (math.nan, math.nan)
+    split = sem_ece(samples, golds, "split", bins) if min(map(len, samples)) > 1 else {"sem_ece": math.nan}
+    return {**sem_ece(samples, golds, bins=bins), "sem_ece_split": split["sem_ece"], "sem_ece_low": interval[0], "sem_ece_high": interval[1]}
 
 
 def bin_rows(confidence, correct, bins):
@@ -454,42 +496,56 @@ def plot_reliability(panels, path, bins=10):
     figure.savefig(path, format="png")
 
 
+def check_prediction(row):
+    """-> whether it is of an open question, and (probabilities, gold) or (classes, gold) of one line of predictions; or a ValueError."""
+    if isinstance(row, dict) and {"classes", "gold"} <= row.keys():
+        hashable = lambda c: tuple(map(hashable, c)) if isinstance(c, list) else c
+        classes = row["classes"]
+        if not isinstance(classes, list) or not classes or any(isinstance(c, dict) for c in [*classes, row["gold"]]):
+            raise ValueError("classes must be a list of at least one text or number, and gold one of the same kind")
+        return True, ([hashable(c) for c in classes], hashable(row["gold"]))
+    if not isinstance(row, dict) or not {"probabilities", "choice", "gold"} <= row.keys():
+        raise ValueError("a prediction is a JSON object with probabilities, choice and gold, or with classes and gold")
+    p, choice, gold = row["probabilities"], row["choice"], row["gold"]
+    check_probabilities([p], [0])
+    for name, index in (("choice", choice), ("gold", gold)):
+        if type(index) is not int or not 0 <= index < len(p):
+            raise ValueError(f"{name} must be a whole number in 0..{len(p) - 1}, not {index!r}")
+    if p[choice] < max(p):
+        raise ValueError(f"choice {choice} is not the most probable option")
+    return False, (p, gold)
+
+
 def read_predictions(path):
-    """JSON lines, plain or gzipped: {"method", "domain" or "file", "probabilities", "choice", "gold"} a question
-    -> {(method, domain): (probabilities (n, k), padded with 0, and gold (n,))}; a ValueError names file and line."""
+    """JSON lines, plain or gzipped, a question each: {"method", "domain" or "file", "probabilities", "choice", "gold"}, or, where it
+    was open, {..., "classes" (of the samples, null where one was empty), "gold" (the right class)}.
+
+    -> {(method, domain, False): (probabilities (n, k), padded with 0, and gold (n,)), (method, domain, True): (classes, golds)};
+    a ValueError names file and line."""
     with open(path, "rb") as f:
         zipped = f.read(2) == b"\x1f\x8b"
     groups, number = {}, 0
     with (gzip.open if zipped else open)(path, "rb") as f:
         try:
             for number, line in enumerate(f, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line.decode("utf-8-sig"))
-                if not isinstance(row, dict) or not {"probabilities", "choice", "gold"} <= row.keys():
-                    raise ValueError("a prediction is a JSON object with probabilities, choice and gold")
-                p, choice, gold = row["probabilities"], row["choice"], row["gold"]
-                check_probabilities([p], [0])
-                for name, index in (("choice", choice), ("gold", gold)):
-                    if type(index) is not int or not 0 <= index < len(p):
-                        raise ValueError(f"{name} must be a whole number in 0..{len(p) - 1}, not {index!r}")
-                if p[choice] < max(p):
-                    raise ValueError(f"choice {choice} is not the most probable option")
-                key = str(row.get("method", "")), str(row.get("domain", row.get("file", "")))
-                groups.setdefault(key, []).append((p, gold))
+                if line.strip():
+                    row = json.loads(line.decode("utf-8-sig"))
+                    is_open, prediction = check_prediction(row)
+                    key = str(row.get("method", "")), str(row.get("domain", row.get("file", ""))), is_open
+                    groups.setdefault(key, []).append(prediction)
         except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not groups:
         raise ValueError(f"{path} holds no predictions")
-    k = max(len(p) for rows in groups.values() for p, _ in rows)
-    return {key: (np.array([p + [0] * (k - len(p)) for p, _ in rows], float), np.array([gold for _, gold in rows]))
+    k = max((len(p) for key, rows in groups.items() if not key[2] for p, _ in rows), default=0)
+    return {key: tuple(zip(*rows)) if key[2] else (np.array([p + [0] * (k - len(p)) for p, _ in rows], float), np.array([gold for _, gold in rows]))
             for key, rows in groups.items()}
 
 
 def main(argv=None):
     """The command line: exits with 2 for bad input, 130 for Ctrl-C."""
     parser = argparse.ArgumentParser(description="All metrics and reliability diagrams of a file of predictions.")
-    parser.add_argument("predictions", help="JSON lines, plain or .gz: method, domain, probabilities, choice, gold")
+    parser.add_argument("predictions", help="JSON lines, plain or .gz: method, domain, probabilities, choice, gold; or classes, gold")
     parser.add_argument("--bins", type=int, default=10, help="equal-width bins (default 10)")
     parser.add_argument("--json", help="write every number here too")
     parser.add_argument("--plot", help="write the reliability diagrams here, as PNG")
@@ -502,13 +558,18 @@ def main(argv=None):
         if not 1 <= args.bins <= 10_000:
             raise ValueError(f"--bins {args.bins} is not between 1 and 10000")
         rows, panels, diagrams = [], [], []
-        for (method, domain), (p, gold) in read_predictions(args.predictions).items():
-            panel = f"{method}, {domain}", p.max(1), p.argmax(1) == gold
-            low, high = bootstrap_interval(lambda c, y: ece(c, y, args.bins), *panel[1:])
-            rows.append({"method": method, "domain": domain, **evaluate(p, gold, args.bins),
-                         "conf_ece_low": low, "conf_ece_high": high})
-            panels.append(panel)
-            diagrams.append(reliability_diagram(*panel[1:], args.bins, panel[0]))
+        for (method, domain, is_open), (predictions, gold) in read_predictions(args.predictions).items():
+            if is_open:
+                confidence, correct, _ = modal_answers(predictions, gold)
+                numbers = evaluate_open(predictions, gold, args.bins)
+            else:
+                confidence, correct = predictions.max(1), predictions.argmax(1) == gold
+                low, high = bootstrap_interval(lambda c, y: ece(c, y, args.bins), confidence, correct)
+                numbers = {**evaluate(predictions, gold, args.bins), "conf_ece_low": low, "conf_ece_high": high}
+            rows.append({"method": method, "domain": domain, **numbers})
+            if len(confidence):                            # some answer was not empty
+                panels.append((f"{method}, {domain}", confidence, correct))
+                diagrams.append(reliability_diagram(confidence, correct, args.bins, panels[-1][0]))
         if args.json:                                      # strict JSON has no NaN or infinity: null
             finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
             partial = Path(f"{args.json}.partial") if not Path(args.json).exists() or Path(args.json).is_file() else Path(args.json)
@@ -516,11 +577,12 @@ def main(argv=None):
                                encoding="utf-8")
             if partial != Path(args.json):
                 os.replace(partial, args.json)
-        if args.plot:
+        if args.plot and panels:
             plot_reliability(panels, args.plot, args.bins)
-        cells = [list(rows[0])] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-        widths = [max(map(len, column)) for column in zip(*cells)]
-        print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
+        for columns in dict.fromkeys(tuple(row) for row in rows):          # options and open questions have columns of their own
+            cells = [columns] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows if tuple(row) == columns]
+            widths = [max(map(len, column)) for column in zip(*cells)]
+            print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
         print("\n" + "\n\n".join(diagrams), flush=True)
     except OSError as error:
         if not error.filename:                             # a full disk or a closed pipe: Python would try again to print

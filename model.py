@@ -629,6 +629,7 @@ def generate(model, ids, max_new_tokens, temperature=1.0, n=1, adjustment=None, 
     generator = torch.Generator(weight.device).manual_seed(seed)
     room = (n, c.num_key_value_heads, ids.shape[1] + max_new_tokens, c.head_dim)
     cache = [(weight.new_empty(room), weight.new_empty(room)) for _ in model.layers]
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64 # summing V probabilities; MPS has no float64
     answers, open_rows, start = [[] for _ in range(n)], set(range(n)), 0
     model.eval()
     for _ in range(max_new_tokens):
@@ -639,8 +640,11 @@ def generate(model, ids, max_new_tokens, temperature=1.0, n=1, adjustment=None, 
         if temperature == 0:
             tokens = logits.argmax(-1).expand(n)
         else:
-            p = (logits.float() / temperature).softmax(-1).expand(n, -1)
-            tokens = torch.multinomial(p, 1, generator=generator)[:, 0]
+            # Inverse transform: the first token at which the cumulated probability reaches a uniform u in (0, 1]. torch.multinomial
+            # draws V random numbers a row, this one.
+            cumulated = (logits.to(wide) / temperature).softmax(-1).cumsum(-1)                # (1, V) or (n, V)
+            u = 1 - torch.rand(n, 1, generator=generator, dtype=wide, device=weight.device)
+            tokens = torch.searchsorted(cumulated.expand(n, -1).contiguous(), u * cumulated[:, -1:])[:, 0]
         for row, token in enumerate(tokens.tolist()):
             if row not in open_rows:
                 continue

@@ -11,18 +11,22 @@ share. The file goes: several processes -> directions -> the loop -> scoring -> 
 real model's task -> running methods over tasks -> choosing hyperparameters -> the command line.
 """
 import argparse
+import collections
 import contextlib
 import copy
 import dataclasses
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -35,8 +39,9 @@ from tqdm import tqdm
 
 from bilevel import (Bilevel, LogitAdjustment, Parser, Surrogate, bome_direction, check_output, chunked, compare, exact_hypergradient,
                      flatten, negative_entropy, parametric_cross_entropy, unflatten, write)
-from data import IGNORE, Prompter, World, check_disjoint, collate, load_mcqa, question_key, supervise, within_context
-from metrics import bootstrap_interval, ece, evaluate, fit_temperature, plot_reliability, reliability_diagram, sem_ece
+from data import IGNORE, Asked, Prompter, World, check_disjoint, collate, kind_of, question_key, sample, stream, supervise, within_context
+from metrics import (bootstrap_interval, ece, evaluate, evaluate_open, fit_temperature, group_answers, modal_answers, plot_reliability,
+                     reliability_diagram, semantic_confidence)
 from model import (PROJECTIONS, Config, Transformer, add_lora, generate, quantize_base, save_adapters, save_pretrained,
                    write_atomically)
 
@@ -201,9 +206,10 @@ class Task:
     inputs: callable                                       # B, generator -> ids (B, T), mask (B, T): answer positions, no labels
     choices: callable                                      # B, generator -> Questions of domain A to train on, for cft
     valid: dict                                            # scoring -> Questions of domain A on which ts fits T
-    tests: list                                            # (domain, scoring, Questions)
-    meaning: callable = tuple                              # tokens of a sampled answer -> what it means, None if nothing
+    tests: list                                            # (domain, scoring, Questions): an iterable, gone through more than once
+    meaning: callable = tuple                              # tokens of a sampled answer -> what it means, None or "" if nothing
     stop_ids: tuple = ()                                   # tokens that end an answer
+    stop: dict = dataclasses.field(default_factory=dict)   # further arguments of `generate` that do
 
 
 def answer_positions(questions):
@@ -237,8 +243,19 @@ def settings_of(args):
                                                    "command")}
 
 
+def save(path, method, args, seed, problem, optimizer, generator, state, trace):
+    """Everything that the steps to come depend on, tensors and plain types only, in one move."""
+    carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
+    saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta, "alpha": problem.alpha, "carried": carried,
+             "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
+    buffer = io.BytesIO()                                  # torch's own writer hides a full disk behind a RuntimeError
+    torch.save(saved, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda f: f.write(buffer.getbuffer()))
+
+
 def read_checkpoint(path, device="cpu"):
-    """The dict that fit's save() wrote: tensors and plain types only, so that loading it runs no code."""
+    """The dict that `save` wrote; loading it runs no code."""
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
         missing = {"method", "seed", "settings", "theta", "alpha", "carried", "optimizer", "random", "trace"} - saved.keys()
@@ -249,45 +266,50 @@ def read_checkpoint(path, device="cpu"):
     return saved
 
 
+def restore(path, method, args, seed, problem, optimizer, generator, state):
+    """Put back what `save` wrote and return the trace, one report a finished step; [] if it is another method's or seed's."""
+    saved = read_checkpoint(path, problem.theta[0].device)
+    if (saved["method"], saved["seed"]) != (method, seed):
+        return []
+    if saved["settings"] != settings_of(args):
+        raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
+    with torch.no_grad():
+        for p, q in zip(problem.theta + problem.alpha, saved["theta"] + saved["alpha"]):
+            p.copy_(q)
+    optimizer.load_state_dict(saved["optimizer"])
+    generator.set_state(saved["random"].cpu())
+    state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+    return saved["trace"]
+
+
 def read_results(args):
-    """What an interrupted run left in --out: the rows and predictions of the methods that had finished."""
+    """The rows that an interrupted run left in --out; of its predictions only those of finished methods stay."""
     path = Path(args.out, "results.json")
+    predictions = path.with_name("predictions.jsonl")
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        whole_lines, _, _ = path.with_name("predictions.jsonl").read_text(encoding="utf-8").rpartition("\n")   # the last one may be torn
         same = {k: v for k, v in saved["config"].items() if k in settings_of(args)} == json.loads(json.dumps(settings_of(args)))
         rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in saved["rows"]]
         finished = {(row["method"], row["seed"]) for row in rows}
-        predictions = [p for p in map(json.loads, filter(None, whole_lines.split("\n"))) if (p["method"], p["seed"]) in finished]
+        with open(predictions, "rb") as f:
+            kept = lambda p: (p["method"], p["seed"]) in finished
+            if same and rank()[0] == 0:
+                write_atomically(predictions, lambda g: g.writelines(line for line in f if line.endswith(b"\n") and line.strip() and kept(json.loads(line))))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
     if not same:
         raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
-    return rows, predictions
+    return rows
 
 
 LOGITS_AT_ONCE = 2 ** 24                                   # positions x vocabulary: 64 MB in float32
 
 
-def fit(task, method, args, seed):
-    """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
-    adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
-
-    theta's learning rate is constant, then falls to zero over the second half. In the last `settle` of the
-    steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    device = task.model.embed_tokens.weight.device
-    with torch.no_grad():
-        for key, p in task.adapters.items():
-            bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
-            p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
-    adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(device)
-    with torch.no_grad():
-        adjustment.log_scale.fill_(-math.log(args.temperature))
+def problem_of(task, adjustment, args, state):
+    """CALM's bilevel problem on a task: L at the supervised tokens and F at the held-out answer positions of the step's
+    data, which draw(generator) puts into `state`. Returns the problem and draw."""
     theta, alpha = list(task.adapters.values()), [p for p in adjustment.parameters() if p.requires_grad]
     theta_0 = [p.detach().clone() for p in theta]
-    state = {}                                             # the closures read the step's data from here
     task.model.checkpointing, (number, ranks) = args.checkpointing, rank()
 
     def hidden_at(ids, mask):
@@ -319,7 +341,7 @@ def fit(task, method, args, seed):
         return whole(state["heldout_share"] * mean_over(lambda z: negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None),
                                                         hidden_at(state["heldout"], state["heldout_mask"])))
 
-    def draw():
+    def draw(generator):
         if args.choices:
             questions = task.choices(args.batch, generator)
             (ids, mask), gold = answer_positions(questions), torch.tensor([q.gold for q in questions])
@@ -333,59 +355,56 @@ def fit(task, method, args, seed):
             state[name] = int(mine[mask].sum()) / max(1, int(new[mask].sum()))
         if not args.choices:
             mine["targets"] = mine["targets"][mine["mask"]]                # (N,)
-        state.update({key: x.to(device) for key, x in mine.items()})
+        state.update({key: x.to(theta[0].device) for key, x in mine.items()})
 
-    problem = Bilevel(theta, alpha, lower, upper, outputs, lambda z: data_term(z, state["targets"]), summed)
-    optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha}], weight_decay=0.0)
+    return Bilevel(theta, alpha, lower, upper, outputs, lambda z: data_term(z, state["targets"]), summed), draw
+
+
+def fit(task, method, args, seed):
+    """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
+    adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
+
+    theta's learning rate is constant, then falls to zero over the second half. In the first `wait` and the last `settle`
+    of the steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in task.adapters.items():
+            bound = 1 / math.sqrt(p.shape[1]) if "lora_A" in key else 0.0
+            p.copy_((2 * torch.rand(p.shape, generator=generator) - 1) * bound)
+    adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(task.model.embed_tokens.weight.device)
+    with torch.no_grad():
+        adjustment.log_scale.fill_(-math.log(args.temperature))
+    state = {}                                             # the step's data, and what the method carries from step to step
+    problem, draw = problem_of(task, adjustment, args, state)
+    theta, alpha, direction = problem.theta, problem.alpha, METHODS[method.split("/")[0]].direction
+    optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha, "lr": args.alpha_lr}], weight_decay=0.0)
     trace, checkpoint = [], Path(args.out or "", "checkpoint.pt")
-
-    def save():
-        if number > 0:
-            return
-        carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
-        saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": theta, "alpha": alpha, "carried": carried,
-                 "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
-        checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        buffer = io.BytesIO()                              # torch's own writer hides a full disk behind a RuntimeError
-        torch.save(saved, buffer)
-        write_atomically(checkpoint, lambda f: f.write(buffer.getbuffer()))
-
     if args.resume and checkpoint.is_file():
-        saved = read_checkpoint(checkpoint, device)
-        if (saved["method"], saved["seed"]) == (method, seed):
-            if saved["settings"] != settings_of(args):
-                raise ValueError(f"{checkpoint}: made with other settings; give the same flags, or another --out")
-            with torch.no_grad():
-                for p, q in zip(theta + alpha, saved["theta"] + saved["alpha"]):
-                    p.copy_(q)
-            optimizer.load_state_dict(saved["optimizer"])
-            generator.set_state(saved["random"].cpu())
-            trace = saved["trace"]
-            state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+        trace = restore(checkpoint, method, args, seed, problem, optimizer, generator, state)
     with tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None) as bar, finish_the_step() as interrupted:
         for step in bar:
-            settling = step >= args.steps * (1 - args.settle)
+            held = not args.steps * args.wait <= step < args.steps * (1 - args.settle)
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
-            optimizer.param_groups[1]["lr"] = 0.0 if settling else args.alpha_lr
             state["step"] = step
-            draw()
-            d_theta, d_alpha, report = (ft_direction if settling else METHODS[method.split("/")[0]].direction)(problem, args, state)
+            draw(generator)
+            d_theta, d_alpha, report = (ft_direction if held else direction)(problem, args, state)
             for key in ("lower", "upper"):
                 if not math.isfinite(report.get(key, 0.0)):
                     raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr"
                                              + (f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""))
-            if args.check and step % args.check == args.check - 1 and not settling:
+            if args.check and step % args.check == args.check - 1 and not held:
                 truth, reference = hypergradient(problem, args)
                 h = report.get("direction", flatten(d_alpha, alpha))
                 report |= {**compare(h, flatten(truth, alpha)), "gauss_newton": float(reference["negative_curvature"])}
-            for p, d in zip(theta + alpha, d_theta + d_alpha):
-                p.grad = d
+            for p, d in zip(theta + alpha, d_theta + (d_alpha if not held else [None] * len(alpha))):
+                p.grad = d                                 # without one AdamW passes over a parameter
             optimizer.step()
             trace.append({k: v for k, v in report.items() if isinstance(v, float)} | {"log_scale": adjustment.log_scale.mean().item()})
             bar.set_postfix({k: f"{v:.3f}" for k, v in trace[-1].items()})
             stop = summed(torch.tensor(float(len(interrupted)))) > 0       # anywhere
-            if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0):
-                save()
+            if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0) and rank()[0] == 0:
+                save(checkpoint, method, args, seed, problem, optimizer, generator, state, trace)
             if stop:
                 raise KeyboardInterrupt
     if not all(p.isfinite().all() for p in theta + alpha):
@@ -503,78 +522,108 @@ def toy_task(args, seed, trained="A"):
     valid = {scoring: ask(trained, "valid", scoring) for scoring in scorings}
     tests = [(name, scoring, ask(domain, "test", scoring)) for scoring in scorings
              for name, domain in (("id", trained), ("ood", aligned))]
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), lambda n, g: world.sentences(n, trained, "train", g), inputs,
+
+    def few(draw):
+        """draw(n, g) from --train-limit rows that are drawn once; all of them if n is as many."""
+        if not args.train_limit:
+            return draw
+        pool = draw(args.train_limit, generator)
+
+        def again(n, g):
+            rows = torch.randperm(args.train_limit, generator=g)[:n]
+            return [x[rows] for x in pool]
+        return again
+
+    return Task(model, add_lora(model, args.rank, args.lora_alpha), few(lambda n, g: world.sentences(n, trained, "train", g)), few(inputs),
                 lambda n, g: world.questions(n, trained, "train", g), valid, tests,
                 lambda answer: world.meaning.get(tuple(answer), tuple(answer) or None), (world.END,))
 
 
 # --- A real model's task -------------------------------------------------------------------------
 
+HOLDS = {"mcqa": "multiple-choice questions", "qa": "open questions", "instructions": "instructions"}
+
+
 def real_task(args, seed):
-    """A Hugging Face model and question files: the training file is domain A, every --eval file is tested
-    without the questions (by text) that were used to train, to fit T or in the upper level."""
-    prompter = Prompter(args.model)
-    files = {path: load_mcqa(path, args.skip_bad) for path in dict.fromkeys([args.train, *args.eval])}
-    generator = torch.Generator().manual_seed(seed)
-
-    def shuffled(rows):
-        return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
-
-    unique = shuffled(list({question_key(row): row for row in files[args.train]}.values()))
-    n = len(unique)
+    """A Hugging Face model and files of questions. The training file, of any kind, is domain A; every --eval file is tested
+    without the questions (by text) that were used to train, to fit T or in the upper level. The upper level looks at
+    one position of a held-out prompt: its last, where the answer starts."""
+    prompter, generator = Prompter(args.model), torch.Generator().manual_seed(seed)
+    kinds = {path: kind_of(path) for path in [args.train, *args.eval]}
+    kind = kinds[args.train]
+    scorings = {path: {"mcqa": args.scoring, "qa": [s for s in args.scoring if s == "open"], "instructions": []}[kinds[path]] for path in kinds}
+    for path in args.eval:
+        if not scorings[path]:
+            raise ValueError(f"{path}: holds {HOLDS[kinds[path]]}, which {'need --scoring open' if kinds[path] == 'qa' else 'can be trained on, not tested'}")
+    if not scorings[args.train] and not args.eval:
+        raise ValueError(f"{args.train}: holds {HOLDS[kind]}, so what is tested must come from --eval")
+    if kind != "mcqa" and any(its.choices for its in args.of.values()):
+        raise ValueError(f"{args.train}: cft trains on option letters, and this file holds {HOLDS[kind]}")
+    rows = ({**row, "id": i} for i, row in enumerate(stream(args.train, kind, args.skip_bad)))
+    unique = list({question_key(row): row for row in rows}.values())
+    n, tenths = len(unique), 6 if scorings[args.train] else 8
     if n < 10:
         raise ValueError(f"{args.train}: {n} different questions are too few to split")
-    cuts = [0, 6 * n // 10, 7 * n // 10, 8 * n // 10, n]                   # train, inputs of the upper level, T's, test
+    unique = sample(unique, n, generator)
+    cuts = [n * i // 10 for i in (0, tenths, tenths + 1, tenths + 2, 10)]        # train, inputs of the upper level, T's, test
     train, heldout, valid, test = (unique[a:b] for a, b in zip(cuts, cuts[1:]))
     train, heldout, valid, test = train[:args.train_limit], heldout[:args.limit], valid[:args.limit], test[:args.limit]
     used = {question_key(row) for row in train + heldout + valid}
-    tests = {"id": test}
+    tests, dropped = {"id": (args.train, test)} if scorings[args.train] else {}, collections.Counter()
+
+    def unused(path):
+        for i, row in enumerate(stream(path, kinds[path], args.skip_bad)):
+            if question_key(row) in used:
+                dropped[path] += 1
+            else:
+                yield {**row, "id": i}
+
     for path in args.eval:
-        rows = [row for row in files[path] if question_key(row) not in used]
-        if len(rows) < len(files[path]):
-            print(f"{path}: {len(files[path]) - len(rows)} rows left out, their questions are among the training or held-out ones")
         name = Path(path).name.split(".")[0]
         if name in tests:
             raise ValueError(f"{path}: another test set is called {name!r} already")
-        tests[name] = shuffled(rows)[:args.limit]
-    for name, rows in tests.items():
+        tests[name] = path, sample(unused(path), args.limit, generator)
+        if dropped[path]:
+            print(f"{path}: {dropped[path]} rows left out, their questions are among the training or held-out ones")
+    for name, (_, rows) in tests.items():
         check_disjoint(training=train, heldout=heldout, valid=valid, **{f"{name} test": rows})
         if not rows:
             raise ValueError(f"{name}: no question is left to evaluate")
 
     model = Transformer.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
-    context = model.config.max_position_embeddings
-    form_of = lambda scoring: scoring.split("-")[0]                        # "text-sum" and "text-char" ask alike
+    form_of = lambda scoring: scoring.split("-")[0] if kind == "mcqa" else "open"         # "text-sum" and "text-char" ask alike
+    room = lambda form: model.config.max_position_embeddings - (args.answer_tokens if form == "open" else 0)
 
-    def ask(rows, scoring, what):
-        questions, too_long = within_context([prompter.question(row, form_of(scoring)) for row in rows], context)
-        if too_long:
-            print(f"{what}, {scoring}: {too_long} questions left out, longer than the context of {context} tokens")
-        beyond = max((t for q in questions for t in q.prompt + sum(q.options, [])), default=0)
-        if beyond >= model.config.vocab_size:
-            raise ValueError(f"{args.model}: the tokenizer has token {beyond}, the model's vocabulary ends at {model.config.vocab_size - 1}")
-        if not questions:
-            raise ValueError(f"{what}: no question fits into the context of {context} tokens")
+    def ask(rows, form, what):
+        questions, fitting, last = Asked(rows, prompter, form, room(form)), 0, 0
+        for q in questions:
+            fitting, last = fitting + 1, max(last, *q.prompt, *sum(q.options, []))
+        if fitting < len(rows):
+            print(f"{what}, {form}: {len(rows) - fitting} questions left out, longer than the context of {room(form)} tokens")
+        if last >= model.config.vocab_size:
+            raise ValueError(f"{args.model}: the tokenizer has token {last}, the model's vocabulary ends at {model.config.vocab_size - 1}")
+        if not fitting:
+            raise ValueError(f"{what}: no question fits into the context of {room(form)} tokens")
         return questions
 
-    heldout = [q for scoring in args.scoring for q in ask(heldout, scoring, "held-out")]
-    valid = {scoring: ask(valid, scoring, "validation") for scoring in args.scoring}
-    tests = [(name, scoring, ask(rows, scoring, name)) for name, rows in tests.items() for scoring in args.scoring]
+    inputs_of = [q for scoring in args.scoring for q in ask(heldout, form_of(scoring), "held-out")]
+    valid_of = {scoring: ask(valid, form_of(scoring), "validation") for scoring in args.scoring}
+    tests = [(name, scoring, ask(rows, scoring.split("-")[0], name)) for name, (path, rows) in tests.items() for scoring in scorings[path]]
     forms = sorted({form_of(scoring) for scoring in args.scoring})
 
     def draw(n, g, forms):
         questions, misses = [], 0
         while len(questions) < n:                                 # what is longer than the context is drawn again
-            row = train[int(torch.randint(len(train), (), generator=g))]
-            fitting, too_long = within_context([prompter.question(row, forms[len(questions) % len(forms)])], context)
+            row, form = train[int(torch.randint(len(train), (), generator=g))], forms[len(questions) % len(forms)]
+            fitting, too_long = within_context([prompter.question(row, form)], room(form))
             questions += fitting
             misses = misses + too_long if too_long else 0
             if misses == 1000:
-                raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of {context} tokens")
+                raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of {room(form)} tokens")
         return questions
 
     batch = lambda n, g: supervise([(q.prompt, q.options[q.gold]) for q in draw(n, g, forms)])
-    inputs = lambda n, g: answer_positions([heldout[i] for i in torch.randint(len(heldout), (n,), generator=g).tolist()])
+    inputs = lambda n, g: answer_positions([inputs_of[i] for i in torch.randint(len(inputs_of), (n,), generator=g).tolist()])
 
     def choices(n, g):
         questions = draw(n, g, ["letter"])
@@ -582,13 +631,15 @@ def real_task(args, seed):
             raise ValueError(f"{args.train}: cft needs questions that all have as many options")
         return questions
 
-    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout) // len(args.scoring)} held-out, {len(valid[args.scoring[0]])} validation questions")
+    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout)} held-out, {len(valid)} validation questions")
     if args.show_prompt:
         for name, scoring, questions in tests[:len(args.scoring)]:
-            print(f"\n{name}, {scoring} scoring\n{prompter.show(questions[0])}")
+            print(f"\n{name}, {scoring} scoring\n{prompter.show(next(iter(questions)))}")
     if args.quantize:
         quantize_base(model)
-    return Task(model, add_lora(model, args.rank, args.lora_alpha, args.targets.split(",")), batch, inputs, choices, valid, tests)
+    first_line = {"stop": ("\n",), "decode": lambda tokens: prompter.tokenizer.decode(tokens).lstrip()}
+    return Task(model, add_lora(model, args.rank, args.lora_alpha, args.targets.split(",")), batch, inputs, choices, valid_of, tests,
+                lambda tokens: first_line["decode"](tokens).partition("\n")[0], prompter.stop_ids, first_line)
 
 
 # --- Methods over tasks --------------------------------------------------------------------------
@@ -601,6 +652,50 @@ def gold_of(questions):
 def scores_of(task, adjustment, questions, scoring):
     """`score_options` by the rule a scoring names: "text-char" divides by characters, "letter" and "open" by nothing."""
     return score_options(task.model, adjustment, questions, scoring.split("-")[1] if "-" in scoring else "sum")
+
+
+QUESTIONS_AT_ONCE = 1024                                   # put into tokens and scored; results are kept, they are small
+LOGITS_TO_FIT = 2 ** 26                                    # answer tokens x vocabulary from which T is fitted: 256 MB
+
+
+def parts_of(questions):
+    """The questions, QUESTIONS_AT_ONCE of them at a time."""
+    questions = iter(questions)
+    return iter(lambda: list(itertools.islice(questions, QUESTIONS_AT_ONCE)), [])
+
+
+def joined(parts):
+    """Scores of all parts, (n, most options); -inf where a question has fewer."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1]), value=-torch.inf) for part in parts])
+
+
+@torch.no_grad()
+def answer_logits(model, questions):
+    """Logits (N, V) where the tokens of the right answers are predicted, and these tokens (N,): the first LOGITS_TO_FIT / V."""
+    logits, tokens, most = [], [], LOGITS_TO_FIT // model.config.vocab_size
+    for q in questions:
+        ids, targets = (x.to(model.embed_tokens.weight.device) for x in supervise([(q.prompt, q.options[q.gold])]))
+        logits.append(model.head(model.hidden(ids)[targets != IGNORE]).float().cpu())
+        tokens.append(targets[targets != IGNORE].cpu())
+        if sum(map(len, tokens)) >= most:
+            break
+    return torch.cat(logits)[:most], torch.cat(tokens)[:most]
+
+
+def temperature_of(task, questions, scoring):
+    """T by the NLL of the right options or, if questions have none but the right answer, of its tokens."""
+    if len(next(iter(questions)).options) == 1:
+        return fit_temperature(*answer_logits(task.model, questions))
+    parts = [(scores_of(task, None, part, scoring), gold_of(part)) for part in parts_of(questions)]
+    return fit_temperature(joined([scores for scores, _ in parts]), torch.cat([gold for _, gold in parts]))
+
+
+def sampled(task, questions, args, adjustment, T, label):
+    """Yield (question, --samples answers in the model's own words, as the task means them)."""
+    for i, q in enumerate(tqdm(questions, desc=f"{label}: answers", leave=False, disable=None)):
+        yield q, [task.meaning(answer) for answer in generate(task.model, q.prompt, args.answer_tokens, T, args.samples, adjustment,
+                                                              task.stop_ids, seed=i, **task.stop)]
 
 
 def train_method(task, method, args, seed):
@@ -623,40 +718,49 @@ def train_method(task, method, args, seed):
     return adjustment, trace
 
 
-def run_method(task, method, args, seed):
-    """One method on one task: a row of numbers, (title, confidence, correct) and predictions for every test set, and the trace."""
+def run_method(task, method, args, seed, note=lambda prediction: None):
+    """One method on one task: a row of numbers and (title, confidence, correct) for every test set, and the trace. `note` is
+    given a dict a question as soon as it is answered."""
     adjustment, trace = train_method(task, method, args, seed)
     mean = lambda key: (lambda v: {key: sum(v) / len(v)} if v else {})([step[key] for step in trace if key in step])
     learnt = {"log_scale": trace[-1]["log_scale"], **mean("cosine"), **mean("relative_error"), **mean("gauss_newton")} if trace else {}
-    rows, panels, predictions = [], [], []
+    rows, panels = [], []
     for domain, scoring, questions in task.tests:
-        about, gold, T = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}, gold_of(questions), 1.0
+        about, T = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}, 1.0
         if args.train_domain != "A":
             about["trained_on"] = args.train_domain
         if method in ("ts", "ts-oracle"):
-            fitted_on = task.valid[scoring] if method == "ts" else questions
-            T = fit_temperature(scores_of(task, None, fitted_on, scoring), gold_of(fitted_on))
+            T = temperature_of(task, task.valid[scoring] if method == "ts" else questions, scoring)
             learnt = {"temperature": T}
-        if scoring == "open" and method != "uniform":      # answers in the model's own words
-            samples = [[task.meaning(answer) for answer in generate(task.model, q.prompt, args.answer_tokens, T, args.samples,
-                                                                    adjustment, task.stop_ids, seed=i)]
-                       for i, q in enumerate(tqdm(questions, desc=f"{method}: answers", leave=False, disable=None))]
-            right = [q.options[q.gold][0] for q in questions]
-            split = sem_ece(samples, right, "split")
-            rows.append({**about, **sem_ece(samples, right), "sem_ece_split": split["sem_ece"], **learnt})
+        tell = lambda i, q, **answer: note({**about, "domain": f"{domain}, {scoring}", "id": i if q.id is None else q.id, **answer})
+        if scoring == "open" and method != "uniform":
+            classes, golds = [], []
+            for i, (q, answers) in enumerate(sampled(task, questions, args, adjustment, T, method)):
+                classes.append(group_answers(answers, q.answers) if q.answers else answers)
+                golds.append(q.answers[0] if q.answers else q.options[q.gold][0])
+                choice, confidence = semantic_confidence(classes[-1])
+                tell(i, q, samples=answers, classes=classes[-1], choice=choice, confidence=None if choice is None else confidence, gold=golds[-1])
+            rows.append({**about, **evaluate_open(classes, golds), **learnt})
+            confidence, correct, _ = modal_answers(classes, golds)
         elif scoring != "open":
-            scores = equal_scores(questions) if method == "uniform" else scores_of(task, adjustment, questions, scoring) / T
-            p = scores.softmax(-1)                         # (n, most options)
+            scores, gold = [], []
+            for part in parts_of(questions):
+                scores.append(equal_scores(part) if method == "uniform" else scores_of(task, adjustment, part, scoring) / T)
+                for q, p in zip(part, scores[-1].softmax(-1)):
+                    tell(len(gold), q, probabilities=p[:len(q.options)].tolist(), choice=int(p.argmax()), gold=q.gold)
+                    gold.append(q.gold)
+            p, gold = joined(scores).softmax(-1), torch.tensor(gold)       # (n, most options), (n,)
             confidence, correct = p.max(-1).values, p.argmax(-1) == gold
             low, high = bootstrap_interval(ece, confidence, correct, trials=200)
             rows.append({**about, **evaluate(p, gold), "conf_ece_low": low, "conf_ece_high": high, **learnt})
+        else:
+            continue
+        if len(confidence):                                # some answer was not empty
             panels.append((f"{method}, {domain}, {scoring}", confidence, correct))
-            predictions += [{**about, "domain": f"{domain}, {scoring}", "id": i, "probabilities": p[i, :len(q.options)].tolist(),
-                             "choice": int(p[i].argmax()), "gold": q.gold} for i, q in enumerate(questions)]
-    return rows, panels, predictions, trace
+    return rows, panels, trace
 
 
-COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "brier", "auroc"]
+COLUMNS = ["accuracy", "conf_ece", "cw_ece", "nll", "auroc"]          # --json has them all
 OPEN_COLUMNS = ["accuracy", "confidence", "sem_ece", "sem_ece_split"]
 
 
@@ -684,9 +788,9 @@ def table(rows):
                 mean = sum(values) / max(1, len(values))   # statistics.mean and stdev know no NaN
                 deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
                 cell = "-" if not values else f"{mean:.3f}" + (f" +- {deviation:.3f}" if len(values) > 1 else "")
-                if column == "conf_ece" and seeds == 1:
+                if column == error and seeds == 1:
                     row, = (row for row in here if row["method"] == method)
-                    cell += f" [{row['conf_ece_low']:.3f}, {row['conf_ece_high']:.3f}]"
+                    cell += f" [{row[f'{error}_low']:.3f}, {row[f'{error}_high']:.3f}]"
                 line += cell.rjust(22 if column == error else 17)
             for name in rivals:
                 wins = sum(value < of(name)[seed] for seed, value in of(method).items() if seed in of(name))
@@ -739,29 +843,29 @@ def run(args, kept):
     """Every method on every task; `kept` lists the files written so far."""
     if not args.model:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
-    rows, predictions, shown, traces, results = [], [], [], {}, Path(args.out or "", "results.json")
-    if args.resume and results.is_file():
-        rows, predictions = read_results(args)
+    shown, traces, results = [], {}, Path(args.out or "", "results.json")
+    rows = read_results(args) if args.resume and results.is_file() else []
+    writes, begun = args.out and rank()[0] == 0, bool(rows)
     for seed in range(args.world_seed, args.world_seed + args.seeds):
         task = real_task(args, seed) if args.model else toy_task(args, seed, args.train_domain)
         for method in args.methods:
             if any((row["method"], row["seed"]) == (method, seed) for row in rows):
                 continue                                   # --resume: it had finished
-            new, panels, predicted, trace = run_method(task, method, args.of[method], seed)
-            rows, predictions = rows + new, predictions + predicted
+            with tempfile.TemporaryFile() as lines:        # --out has the predictions of a method that has finished, or none
+                note = lambda prediction: writes and lines.write((json.dumps(prediction) + "\n").encode("utf-8"))
+                new, panels, trace = run_method(task, method, args.of[method], seed, note)
+                rows += new
+                if writes:
+                    results.parent.mkdir(parents=True, exist_ok=True)
+                    with open(results.with_name("predictions.jsonl"), "ab" if begun else "wb") as f:
+                        lines.seek(0)
+                        shutil.copyfileobj(lines, f)
+                    write(results, document(args, rows))
+                    begun, kept[:] = True, [results]
             if seed == args.world_seed and method in ("aligned", "ts", "calm", "calm-persistent"):
                 shown += [panel for panel in panels if panel[0].endswith(args.scoring[0])]
             if seed == args.world_seed and "calm" in method:
                 traces[method] = trace
-            if args.out and rank()[0] == 0:
-                results.parent.mkdir(parents=True, exist_ok=True)
-                if kept:
-                    with open(results.with_name("predictions.jsonl"), "a", encoding="utf-8") as f:
-                        f.writelines(json.dumps(prediction) + "\n" for prediction in predicted)
-                else:
-                    write(results.with_name("predictions.jsonl"), "\n".join(map(json.dumps, predictions)))
-                write(results, document(args, rows))
-                kept[:] = [results]
     if args.json is not None:
         write(args.json, document(args, rows))
     if args.plot:
@@ -775,34 +879,45 @@ def run(args, kept):
 LEARNING_RATES = (1e-3, 3e-3)
 
 
-def select(args, parse_method):
-    """On the worlds of --world-seed and --seeds, six settings a method: three strengths by two learning rates of theta.
+def settings_to_try(method, args):
+    """On the toy a method without a slash stands for six settings of it: three strengths by two learning rates of theta."""
+    if args.model or "/" in method or not METHODS[method]:
+        return [method]
+    flag, *strengths = METHODS[method].strengths
+    return [f"{method}/{flag}={strength:g}/lr={lr:g}" for strength in strengths for lr in LEARNING_RATES]
 
-    The rule, the same for all, looks at questions about domain A's "valid" subjects only, which no loss has seen: among the settings whose mean conf-ECE
-    is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the most
-    entropy; if there is none, the one with the lowest conf-ECE. So the question asked of a method is how
-    much uncertainty it buys for what domain A may lose.
+
+def select(args):
+    """Of several settings of a method the best, by domain A's validation questions, which no loss has seen, over the worlds
+    (real: splits of the file) of --world-seed and --seeds.
+
+    The rule on the toy, where A is calibrated and the best for A alone were to do nothing: among the settings whose mean
+    conf-ECE is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the
+    most entropy - how much uncertainty does it buy for what A may lose? - and if there is none, the one with the lowest
+    conf-ECE. The rule for a real model, which is not calibrated on A: the lowest NLL.
     """
-    torch.set_num_threads(1)
-    settings = [(name, f"--{m.strengths[0]} {strength:g} --lr {lr:g}") for name, m in METHODS.items()
-                if m and name in args.methods for strength in m.strengths[1:] for lr in LEARNING_RATES]
-    found = {key: [] for key in [("aligned", ""), *settings]}
+    if not args.model:
+        torch.set_num_threads(1)
+    found, scoring = {method: [] for method in args.methods}, args.scoring[0]
     for seed in range(args.world_seed, args.world_seed + args.seeds):
-        task = toy_task(args, seed)
-        questions = task.valid["letter"]
-        for name, flags in found:
-            adjustment, _ = train_method(task, name, parse_method(name, flags), seed)
-            p = scores_of(task, adjustment, questions, "letter").softmax(-1)
-            found[name, flags].append({**evaluate(p, gold_of(questions)), "entropy": float(-(p * p.log()).sum(-1).mean())})
-    rows = [{"method": name, "flags": flags, **{k: sum(r[k] for r in results) / len(results) for k in ("conf_ece", "accuracy", "entropy")}}
-            for (name, flags), results in found.items()]
+        task = real_task(args, seed) if args.model else toy_task(args, seed)
+        questions = list(task.valid[scoring])
+        for method in args.methods:
+            adjustment, _ = train_method(task, method, args.of[method], seed)
+            p = scores_of(task, adjustment, questions, scoring).softmax(-1)
+            found[method].append({**evaluate(p, gold_of(questions)), "entropy": float(torch.special.entr(p).sum(-1).mean())})
+    rows = [{"method": name, "flags": " ".join("--" + setting.replace("=", " ") for setting in settings),
+             **{k: sum(r[k] for r in found[method]) / args.seeds for k in ("conf_ece", "accuracy", "nll", "entropy")}}
+            for method in args.methods for name, *settings in [method.split("/")]]
     chosen = {}
-    for name in dict.fromkeys(name for name, _ in settings):
+    for name in dict.fromkeys(row["method"] for row in rows[1:]):
         here = [row for row in rows if row["method"] == name]
         allowed = [row for row in here if row["conf_ece"] <= 0.05 and row["accuracy"] >= rows[0]["accuracy"] - 0.01]
-        chosen[name] = (max(allowed, key=lambda row: row["entropy"]) if allowed else min(here, key=lambda row: row["conf_ece"]))["flags"]
+        best = min(here, key=lambda row: row["nll"]) if args.model else max(allowed, key=lambda row: row["entropy"]) if allowed else \
+            min(here, key=lambda row: row["conf_ece"])
+        chosen[name] = best["flags"]
     print("validation questions of domain A\n" + "\n".join(
-        f"  {row['method']:16s} {row['flags']:38s} conf_ece {row['conf_ece']:.3f} accuracy {row['accuracy']:.3f} entropy {row['entropy']:.3f}"
+        f"  {row['method']:16s} {row['flags']:38s}" + "".join(f" {key} {row[key]:.3f}" for key in ("conf_ece", "accuracy", "nll", "entropy"))
         + ("  <- chosen" if chosen.get(row["method"]) == row["flags"] else "") for row in rows))
     if args.json is not None:
         write(args.json, document(args, rows, chosen=chosen))
@@ -810,7 +925,7 @@ def select(args, parse_method):
 
 # --- The command line ----------------------------------------------------------------------------
 
-REAL = "--steps 20 --batch 8 --limit 200 --world-seed 0 --scoring letter,text-char --lr 3e-4 --inner-lr 0.1".split()
+REAL = "--steps 20 --batch 8 --limit 200 --world-seed 0 --scoring letter,text-char --answer-tokens 16 --lr 3e-4 --inner-lr 0.1".split()
 CHOSEN = {                                                 # by select(), on development worlds 0-2: tests/results/selection.json
     "ft": "--steps 150 --lr 0.003",
     "ft-hot": "--temperature 1.5 --lr 0.001",
@@ -851,18 +966,19 @@ def parse(argv):
     a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
     a("--device", default="auto", help="cuda, mps, cpu; auto: the first of these there is")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
-    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char")
+    a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; --batch N is all of them")
+    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, open")
+    a("--select", action="store_true", help="choose among settings of the methods by validation questions of domain A")
     toy = parser.add_argument_group("the toy world")
     toy.add_argument("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
     toy.add_argument("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
     toy.add_argument("--dpo-steps", type=size, default=60, help="of 256 comparisons")
     toy.add_argument("--open-limit", type=count, default=300, help="questions a test set with --scoring open")
-    toy.add_argument("--select", action="store_true", help="choose each method's settings by validation questions of domain A")
     real = parser.add_argument_group("a real model")
     real.add_argument("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
-    real.add_argument("--train", metavar="FILE", help="questions to train on, domain A: MMLU, ARC, OpenBookQA, MedMCQA files, or JSON lines")
-    real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on")
-    real.add_argument("--train-limit", type=count, metavar="N", help="train on so many questions at most")
+    real.add_argument("--train", metavar="FILE", help="to train on, domain A: multiple choice (MMLU, ARC, OpenBookQA, MedMCQA), open questions "
+                      "(PopQA, TriviaQA), instructions (Alpaca), or any of these as JSON lines; told apart by content")
+    real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on: multiple choice, or with --scoring open either kind")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
     real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
@@ -877,7 +993,8 @@ def parse(argv):
     train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters)")
     train.add_argument("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
     train.add_argument("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a token")
-    train.add_argument("--settle", type=at_least(0.0, float), default=0.0, help="share of the steps, at the end, in which alpha is held")
+    train.add_argument("--wait", type=share, default=0.0, help="share of the steps, at the start, in which alpha is held")
+    train.add_argument("--settle", type=share, default=0.0, help="the same at the end")
     train.add_argument("--mu", type=share, default=0.001, help="L has mu/2 |theta - theta_0|^2, theta_0 the adapters at the start")
     train.add_argument("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
     train.add_argument("--inner-lr", type=share, default=0.1, help="their size")
@@ -895,7 +1012,7 @@ def parse(argv):
     train.add_argument("--rank", type=count, default=8, help="of the adapters")
     train.add_argument("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
     train.add_argument("--samples", type=at_least(2, int), default=10, help="answers to a question with --scoring open")
-    train.add_argument("--answer-tokens", type=count, default=4, help="the longest answer with --scoring open")
+    train.add_argument("--answer-tokens", type=count, default=4, help="the longest answer with --scoring open (a real model: 16)")
 
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
@@ -905,25 +1022,29 @@ def parse(argv):
             "strengths": [f"{name}/{m.strengths[0]}={s:g}" for name, m in METHODS.items() if m for s in m.strengths[1:]]}
     args.methods = list(dict.fromkeys(name for given in args.methods.split(",") for name in many.get(given, [given])))
     args.scoring = list(dict.fromkeys(args.scoring.split(",")))
-    scorings = ["letter", "text-sum", "text-token", "text-char"] if args.model else ["letter", "open"]
+    scorings = ["letter", "text-sum", "text-token", "text-char", "open"] if args.model else ["letter", "open"]
     for what, given, known in (("method", [m.split("/")[0] for m in args.methods], list(METHODS)), ("scoring", args.scoring, scorings)):
         for name in given:
             if name not in known:
                 raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
 
-    def parse_method(method, extra=""):
+    if args.select:
+        trying = [m for method in args.methods if METHODS[method.split("/")[0]] for m in settings_to_try(method, args)]
+        args.methods = ["aligned", *trying]
+
+    def parse_method(method):
         name, *settings = method.split("/")
         for setting in settings:
             if setting.split("=")[0].replace("-", "_") not in {action.dest for action in train._group_actions}:
                 raise ValueError(f"{method}: {setting.split('=')[0]!r} is not a setting of a method; see the group training of --help")
         own = (METHODS[name].flags.split() if METHODS[name] else []) + (REAL if args.model else CHOSEN.get(name, "").split())
-        return parser.parse_args(own + argv + [part for s in settings for part in f"--{s}".split("=", 1)] + extra.split())
+        return parser.parse_args(own + argv + [part for s in settings for part in f"--{s}".split("=", 1)])
 
     args.command = "python train.py " + shlex.join(argv)
     args.of = {method: parse_method(method) for method in args.methods}
     for method, its in args.of.items():
-        if its.label_smoothing > 1 or its.settle > 1:
-            raise ValueError(f"{method}: --label-smoothing and --settle are shares, at most 1")
+        if max(its.label_smoothing, its.wait, its.settle) > 1:
+            raise ValueError(f"{method}: --label-smoothing, --wait and --settle are shares, at most 1")
         if rank()[1] > its.batch:
             raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
         if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
@@ -940,10 +1061,6 @@ def parse(argv):
         raise ValueError("--train and --eval need --model DIR")
     if args.merge and not (args.out and args.model):
         raise ValueError("--merge needs --out DIR and --model DIR")
-    if args.select and args.model:
-        raise ValueError("--select works on the toy world")
-    if args.select:
-        args.of = parse_method
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs the package matplotlib: pip install matplotlib")
     if args.json is not None:
@@ -975,7 +1092,7 @@ def main(argv=None):
         with processes():
             args = parse(argv)
             if args.select:
-                select(args, args.of)
+                select(args)
             else:
                 run(args, kept)
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -986,7 +1103,7 @@ def main(argv=None):
         return 2
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
-        print(f"train.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+        print("train.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
         if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
             sys.stdout = open(os.devnull, "w")
         return 2

@@ -1,22 +1,72 @@
 """What the README tells a reader to type works, and its tables come from the committed results."""
+import contextlib
+import importlib
+import io
 import json
 import re
 from pathlib import Path
+
+import pytest
+import torch
+
+from bilevel import Bilevel, bome_direction, negative_entropy, parametric_cross_entropy
+from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "tests" / "results"
 
 
-def test_every_python_example_runs(capsys):
-    examples = re.findall(r"```python\n(.*?)```", README, re.S)
-    assert examples
-    names = {}
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), names)
-    assert "products" in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def examples():
+    """Every python example of the README, run: the names it has defined and what it has printed, by a word in it."""
+    ran = []
+    for example in re.findall(r"```python\n(.*?)```", README, re.S):
+        names, printed = {}, io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(example, "README.md", "exec"), names)
+        ran.append((example, names, printed.getvalue()))
+    return lambda word: next((names, printed) for example, names, printed in ran if word in example)
+
+
+def test_the_example_of_a_bilevel_problem_agrees_with_the_exact_one(examples):
+    names, printed = examples("log_decay")
+    assert "products" in printed
     exact, first_order = names["exact"], names["first_order"]
     assert f"{float(100 * (first_order - exact).norm() / exact.norm()):.2f} %" in README
+
+
+def test_the_step_on_a_stock_model_raises_entropy_lowers_L_and_is_that_of_our_transformer(examples, tmp_path):
+    here, printed = examples("transformers")
+    found = re.findall(r"L ([\d.]+), entropy on held-out inputs ([\d.]+), lambda ([\d.]+)", printed)
+    L, H, lam = (list(map(float, column)) for column in zip(*found))
+    assert len(L) == 20 and L[-1] < L[0] / 4 and H[-1] > H[0] + 0.5 and min(lam) > 0
+    llm, adjustment = here["llm"].double(), here["adjustment"].double()
+    llm.save_pretrained(tmp_path)
+    ours = Transformer.from_pretrained(tmp_path, dtype=torch.float64)
+    named = dict(ours.named_parameters())
+    same = [named[name.removeprefix("model.")] for name, _ in llm.named_parameters()]      # in the same order
+    problem = Bilevel(same, list(adjustment.parameters()),
+                      lower=lambda: parametric_cross_entropy(ours(here["ids"])[:, :-1], here["labels"][:, 1:], adjustment),
+                      upper=lambda: negative_entropy(ours(here["held_out"])[:, -1], adjustment))
+    theirs, own = (bome_direction(p, 3, 1e-3, 2.0) for p in (here["problem"], problem))
+    for a, b in zip(theirs[0] + theirs[1], own[0] + own[1]):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)             # transformers norms and rotates in float32
+    assert theirs[2] == pytest.approx(own[2], rel=1e-5)
+
+
+def test_every_function_that_the_readme_links_to_is_there():
+    links = re.findall(r"\[`(\w+)`\]\((\w+)\.py\)", README)
+    assert len(links) >= 8
+    for name, module in links:
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_the_readme_has_as_many_exercises_as_answers():
+    import test_exercises
+    numbers = [name.split("_")[2] for name in dir(test_exercises) if name.startswith("test_exercise_")]
+    asked = re.findall(r"^(\d+)\. \*", README.split("## Exercises")[1], re.M)
+    assert sorted(map(int, numbers)) == list(map(int, asked)) == list(range(1, 11))
 
 
 def test_the_laboratory_table_is_the_committed_result():
@@ -56,6 +106,59 @@ def trajectory_table(rows):
 
 def test_the_trajectory_table_is_the_committed_result():
     assert trajectory_table(json.loads((RESULTS / "bilevel.json").read_text())["rows"]) in README
+
+
+def rows_of(name):
+    return json.loads((RESULTS / name).read_text())["rows"]
+
+
+def undone_table(rows):
+    """The README's table of what theta can undo, from bilevel_temperature.json."""
+    return "\n".join(["| entropy of, and alpha | mu | F_a, theta held | dF/dalpha |", "|---|---|---|---|",
+                      *(f"| {r['method']} | {r['setting'].removeprefix('mu = ')} | {r['ignored']:.3f} | {r['hypergradient']:.3f} |" for r in rows)])
+
+
+def values(rows, method, domain, key):
+    return [r[key] for r in rows if (r["method"], r["domain"]) == (method, domain)]
+
+
+def mean(*where):
+    found = values(*where)
+    return sum(found) / len(found)
+
+
+def picture(rows):
+    """The README's sentence on the picture, from toy.json."""
+    said, right, error = ({m: mean(rows, m, "ood", key) for m in ("aligned", "calm-persistent")} for key in ("confidence", "accuracy", "conf_ece"))
+    a, c = "aligned", "calm-persistent"
+    return f"""answers in a domain that the training did not see: the aligned model says {said[a]:.2f} on average and is right {right[a]:.2f}
+of the time. Calibrated in training on *another* domain, it says {said[c]:.2f} and is right {right[c]:.2f} of the time: the error halves, from
+{error[a]:.3f} to {error[c]:.3f}, and is not gone."""
+
+
+def temperatures(rows):
+    """The README's sentence on the temperatures that five worlds want, from toy_all.json."""
+    ours, best = (values(rows, method, "ood", "temperature") for method in ("ts", "ts-oracle"))
+    return (f"in five worlds the T that fits A lies between {min(ours):.2f} and {max(ours):.2f}, the T that B needs between {min(best):.2f} and {max(best):.2f}.")
+
+
+def not_holding(rows):
+    """The README's list of what does not hold, from toy_all.json."""
+    ece = lambda method, domain="ood": mean(rows, method, domain, "conf_ece")
+    lost = lambda method, domain: 100 * (mean(rows, "aligned", domain, "accuracy") - mean(rows, method, domain, "accuracy"))
+    p = values(rows, "calm-persistent", "ood", "conf_ece")
+    return f"""- *The published form gains nothing here.* `calm` leaves B's error at {ece('calm'):.3f} (aligned: {ece('aligned'):.3f}) and loses {lost('calm', 'ood'):.1f} points of
+  accuracy there and {lost('calm', 'id'):.1f} in A. `calm-scalar` repairs B ({ece('calm-scalar'):.3f}) for {lost('calm-scalar', 'ood'):.1f} and {lost('calm-scalar', 'id'):.1f} points.
+- *A pays for B.* Every method that raises entropy makes the calibrated domain underconfident: A goes from {ece('aligned', 'id'):.3f} to {ece('calm-persistent', 'id'):.3f}
+  with `calm-persistent` and to {ece('calm-exact', 'id'):.3f} with `calm-exact`.
+- *Worlds differ.* `calm-persistent` leaves B between {min(p):.3f} and {max(p):.3f}.
+- *No upper level does nearly as well*: a fixed temperature, `ft-hot`, takes B to {ece('ft-hot'):.3f} (`calm-exact`: {ece('calm-exact'):.3f})."""
+
+
+def test_what_the_readme_says_in_numbers_is_a_committed_result():
+    for said in (picture(rows_of("toy.json")), temperatures(rows_of("toy_all.json")), not_holding(rows_of("toy_all.json")),
+                 undone_table(rows_of("bilevel_temperature.json"))):
+        assert " ".join(said.split()) in " ".join(README.split())
 
 
 def test_every_table_of_the_experiments_is_a_committed_result():

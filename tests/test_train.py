@@ -201,6 +201,22 @@ def test_ctrl_c_in_a_step_waits_for_its_end_and_saves_it(toy, monkeypatch, tmp_p
     assert len(train.fit(task, "ft", args, 0)[1]) == 5     # step 2 is not done again
 
 
+def test_alpha_is_held_at_the_start_and_at_the_end(toy):
+    task, args, _ = toy
+    its = argparse.Namespace(**{**vars(args.of["calm-persistent"]), "steps": 8, "wait": 0.25, "settle": 0.25})
+    scale = [step["log_scale"] for step in train.fit(task, "calm-scalar", its, 0)[1]]
+    assert scale[:2] == [0, 0] and len(set(scale[1:6])) == 5 and scale[5] == scale[6] == scale[7]
+
+
+def test_a_full_batch_is_the_same_rows_at_every_step():
+    args = train.parse([*QUICK, "--train-limit", "24", "--batch", "24", "--lr", "0", "--alpha-lr", "0", "--methods", "calm-scalar"])
+    trace = train.fit(train.toy_task(args, 0), "calm-scalar", args.of["calm-scalar"], 0)[1]
+    assert len({round(step["lower"], 5) for step in trace}) == len({round(step["upper"], 5) for step in trace}) == 1
+    args = train.parse([*QUICK, "--lr", "0", "--alpha-lr", "0", "--methods", "calm-scalar"])
+    trace = train.fit(train.toy_task(args, 0), "calm-scalar", args.of["calm-scalar"], 0)[1]
+    assert len({round(step["lower"], 5) for step in trace}) == 3
+
+
 def test_the_binned_penalty_pulls_towards_the_measured_accuracy(toy, monkeypatch):
     """All confident and all wrong: after 50 steps the bin's accuracy is 0, and the penalty spreads the top's probability."""
     z = torch.tensor([[3.0, 0.0, 0.0, 0.0]] * 8, requires_grad=True)
@@ -515,3 +531,46 @@ def test_what_several_processes_cannot_do(argv, sentence):
 
 if __name__ == "__main__":                                 # under torchrun
     fit_everything(sys.argv[1])
+
+
+# --- The scores of lm-evaluation-harness ---------------------------------------------------------
+
+def harness_scores(directory, prompter, questions, batch=8):
+    """log-probabilities of all options by lm-evaluation-harness, (n, options): the same texts, its own tokens, batches and model."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    harness = HFLM(pretrained=model, tokenizer=transformers.AutoTokenizer.from_pretrained(directory), batch_size=batch, device="cpu")
+    text = lambda ids: prompter.tokenizer.decode(ids, skip_special_tokens=False)
+    found = harness.loglikelihood([Instance("loglikelihood", {}, (text(q.prompt), text(option)), j)
+                                   for q in questions for j, option in enumerate(q.options)], disable_tqdm=True)
+    return torch.tensor([log_p for log_p, _ in found], dtype=torch.float64).view(len(questions), -1)
+
+
+def same_choices(ours, theirs):
+    """Whether the argmax of every row is the same, or two options that tie to rounding."""
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=0)
+    i = torch.arange(len(ours))
+    return bool(((ours.argmax(1) == theirs.argmax(1)) | ((theirs.amax(1) - theirs[i, ours.argmax(1)]).abs() < 4e-4)).all())
+
+
+def test_scores_and_accuracy_are_those_of_lm_evaluation_harness(smollm2, questions, tmp_path):
+    """100 questions on a small random model with a real tokenizer, and a few on SmolLM2 itself; sum of log-probabilities
+    (letters, and the harness's acc) and their mean per character (its acc_norm)."""
+    torch.manual_seed(0)
+    tiny = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2))
+    tiny.save_pretrained(tmp_path / "tiny")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "tiny" / file).write_bytes((smollm2 / file).read_bytes())
+    rows = train.load_mcqa(questions("opentrivia"))[::425][:100]
+    for directory, n in ((tmp_path / "tiny", 100), (smollm2, 4)):
+        model, prompter = Transformer.from_pretrained(directory), train.Prompter(directory)
+        prompter.template = None                           # the plain form: the harness would count a chat prompt's last newline to the answer
+        for form, rules in (("letter", ["sum"]), ("text", ["sum", "char"])):
+            asked = [prompter.question(row, form) for row in rows[:n]]
+            theirs = harness_scores(directory, prompter, asked)
+            for rule in rules:
+                expected = theirs / torch.tensor([q.lengths for q in asked]) if rule == "char" else theirs
+                assert same_choices(train.score_options(model, None, asked, rule), expected), (directory.name, form, rule)
