@@ -191,7 +191,7 @@ def files(tmp_path_factory):
             "qa": (data.load_qa, "q.jsonl", b'{"Data": [{"Question": "q", "Answer": {"Value": "v"}}]}'),
             "instructions": (data.load_instructions, "i.json", b'[{"instruction": "i", "input": "", "output": "o"}]'),
             "predictions": (metrics.read_predictions, "p.jsonl", GOOD.encode() * 3), "predictions, gzip": (metrics.read_predictions, "p.gz", gzip.compress(GOOD.encode())),
-            "predictions, open": (metrics.read_predictions, "p.jsonl", b'{"classes": ["a", null, 3, ["b"]], "gold": "a"}\n' * 2),
+            "predictions, open": (metrics.read_predictions, "p.jsonl", b'{"classes": ["a", null, 3, ["b"]], "gold": "a"}\n' * 3),
             "weights": (lambda path: list(model.read_safetensors(path)), "w.safetensors", read("m/model.safetensors")),
             "weights, bin": (lambda path: list(model.read_bin(path)), "w.bin", read("m/pytorch_model.bin")),
             "index": (shards, "model.safetensors.index.json", index),
