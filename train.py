@@ -248,9 +248,9 @@ def save(path, method, args, seed, problem, optimizer, generator, state, trace):
     carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
     saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta, "alpha": problem.alpha, "carried": carried,
              "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
-    path.parent.mkdir(parents=True, exist_ok=True)
     buffer = io.BytesIO()                                  # torch's own writer hides a full disk behind a RuntimeError
     torch.save(saved, buffer)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda f: f.write(buffer.getbuffer()))
 
 

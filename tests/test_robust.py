@@ -69,7 +69,7 @@ def idle():
     """The programs without their work: what is typed is parsed and checked, then nothing happens."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "run", lambda args, kept: None)
-        patch.setattr(train, "select", lambda args, parse_method: None)
+        patch.setattr(train, "select", lambda args: None)
         patch.setattr(bilevel, "laboratory", lambda args: 0)
         yield
 
@@ -191,6 +191,7 @@ def files(tmp_path_factory):
             "qa": (data.load_qa, "q.jsonl", b'{"Data": [{"Question": "q", "Answer": {"Value": "v"}}]}'),
             "instructions": (data.load_instructions, "i.json", b'[{"instruction": "i", "input": "", "output": "o"}]'),
             "predictions": (metrics.read_predictions, "p.jsonl", GOOD.encode() * 3), "predictions, gzip": (metrics.read_predictions, "p.gz", gzip.compress(GOOD.encode())),
+            "predictions, open": (metrics.read_predictions, "p.jsonl", b'{"classes": ["a", null, 3, ["b"]], "gold": "a"}\n' * 3),
             "weights": (lambda path: list(model.read_safetensors(path)), "w.safetensors", read("m/model.safetensors")),
             "weights, bin": (lambda path: list(model.read_bin(path)), "w.bin", read("m/pytorch_model.bin")),
             "index": (shards, "model.safetensors.index.json", index),
@@ -200,7 +201,7 @@ def files(tmp_path_factory):
             "checkpoint": (continue_from, "checkpoint.pt", read("checkpoint.pt")), "results": (saved_results, "results.json", results.encode())}
 
 
-READERS = ["mcqa", "mcqa, gzip", "qa", "instructions", "predictions", "predictions, gzip", "weights", "weights, bin", "index", "config", "adapter config",
+READERS = ["mcqa", "mcqa, gzip", "qa", "instructions", "predictions", "predictions, gzip", "predictions, open", "weights", "weights, bin", "index", "config", "adapter config",
            "adapter weights", "checkpoint", "results"]
 
 
@@ -250,10 +251,10 @@ def test_a_damaged_file_is_read_or_refused_by_name(files, name, tmp_path):
 VALUES = [None, True, -1, 0, 0.5, 10 ** 30, float("inf"), float("nan"), "", "x", [], [1, "a"], {}, {"a": None}]
 
 
-@pytest.mark.parametrize("name", ["predictions", "index", "config", "adapter config", "results", "weights", "adapter weights"])
+@pytest.mark.parametrize("name", ["predictions", "predictions, open", "index", "config", "adapter config", "results", "weights", "adapter weights"])
 def test_a_value_of_another_type_is_read_or_refused_by_name(files, name, tmp_path):
     read, file, good = files[name]
-    head, tail = (good.split(b"\n")[0], b"") if name == "predictions" else (good, b"")
+    head, tail = (good.split(b"\n")[0], b"") if name.startswith("predictions") else (good, b"")
     if "weights" in name:
         length = int.from_bytes(good[:8], "little")
         head, tail = good[8:8 + length], good[8 + length:]
@@ -279,21 +280,15 @@ def test_a_value_of_another_type_is_read_or_refused_by_name(files, name, tmp_pat
 def test_a_file_that_cannot_be_read_is_named_by_every_program(tmp_path, monkeypatch):
     locked = tmp_path / "locked.jsonl"
     locked.write_text(GOOD)
-    refuse = lambda self, *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied", str(self)))
+    (tmp_path / "config.json").touch()
+    refuse = lambda path, *args, **more: (_ for _ in ()).throw(PermissionError(13, "Permission denied", str(path)))
     with monkeypatch.context() as patch:                   # the superuser may read everything
-        patch.setattr(Path, "read_bytes", refuse)
-        patch.setattr(Path, "read_text", refuse)
-        for read in (data.load_mcqa, data.load_qa, data.load_instructions):
+        for name in ("builtins.open", "io.open", "pathlib.Path.read_bytes", "pathlib.Path.read_text"):
+            patch.setattr(name, refuse)
+        for read in (data.load_mcqa, data.load_qa, data.load_instructions, lambda path: model.read_config(path.parent)):
             with pytest.raises(PermissionError):
                 read(locked)
-        (tmp_path / "config.json").touch()
-        with pytest.raises(PermissionError):
-            model.read_config(tmp_path)
-        code, err = said(bilevel.main, ["--problem", "llm", "--model", str(tmp_path), "--train", str(locked)])
-        assert code == 2 and err.count("\n") == 1
-    monkeypatch.setattr("builtins.open", lambda path, *args, **more: refuse(path))
-    code, err = said(metrics.main, [str(locked)])
-    assert (code, err) == (2, f"metrics.py: {locked}: Permission denied\n")
+        assert said(metrics.main, [str(locked)]) == (2, f"metrics.py: {locked}: Permission denied\n")
 
 
 @pytest.mark.parametrize("broken", [
@@ -316,7 +311,7 @@ def test_a_resume_outlives_a_torn_last_prediction_and_keeps_what_had_finished(tm
     row = {"method": "aligned", "seed": 100}
     bilevel.write(tmp_path / "results.json", train.document(args, [row]))
     (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"method": "ts", "seed": 100}) + '\n{"method": "ts", "se')
-    assert train.read_results(args) == ([row], [row])
+    assert train.read_results(args) == [row] and (tmp_path / "predictions.jsonl").read_text() == json.dumps(row) + "\n"
     (tmp_path / "predictions.jsonl").write_text('{"method"\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="not the results of a run that can be continued"):
         train.read_results(args)
