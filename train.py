@@ -904,6 +904,8 @@ def select(args):
     for seed in range(args.world_seed, args.world_seed + args.seeds):
         task = real_task(args, seed) if args.model else toy_task(args, seed)
         questions = list(task.valid[scoring])
+        if len(questions[0].options) == 1:
+            raise ValueError(f"{args.train}: --select needs multiple-choice questions to compare settings by")
         for method in args.methods:
             adjustment, _ = train_method(task, method, args.of[method], seed)
             p = scores_of(task, adjustment, questions, scoring).softmax(-1)

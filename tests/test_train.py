@@ -431,6 +431,19 @@ def test_open_questions_in_both_directions(tiny_llm, files, trained, tested, tmp
     assert [(r["accuracy"], r["sem_ece"], r["sem_ece_split"]) for r in rows] == [(r["accuracy"], r["sem_ece"], r["sem_ece_split"]) for r in again]
 
 
+def test_select_takes_the_lowest_nll_of_a_real_model(tiny_llm, files, tmp_path, capsys):
+    code, _, err = run_quietly(capsys, "--model", tiny_llm, "--train", files["mmlu"], "--select", "--scoring", "text-sum", "--methods",
+                               "ts,ft,ft/lr=0.01,calm/alpha-lr=0,calm/alpha-lr=0.1,calm/alpha-lr=0.5", "--json", tmp_path / "s.json")
+    assert code == 0, err
+    saved = json.loads((tmp_path / "s.json").read_text())
+    assert [(r["method"], r["flags"]) for r in saved["rows"]] == [("aligned", ""), ("ft", ""), ("ft", "--lr 0.01"), *(
+        ("calm", f"--alpha-lr {lr}") for lr in ("0", "0.1", "0.5"))]
+    for name in ("ft", "calm"):
+        assert saved["chosen"][name] == min((r for r in saved["rows"] if r["method"] == name), key=lambda r: r["nll"])["flags"]
+    code, _, err = run_quietly(capsys, "--model", tiny_llm, "--train", files["popqa"], "--select", "--scoring", "open", "--methods", "ft")
+    assert code == 2 and "multiple-choice" in err
+
+
 def test_instructions_train_and_multiple_choice_tests(tiny_llm, files, tmp_path, capsys):
     code, out, err = run_quietly(capsys, "--model", tiny_llm, "--train", files["alpaca"], "--eval", files["mmlu"], files["popqa"], "--scoring",
                                  "letter,text-char,open", "--methods", "aligned,ts,ft", "--json", tmp_path / "r.json")
