@@ -3,7 +3,7 @@
     python tests/benchmark.py [--device cuda] [--model DIR] [--json PATH]
 
 (1) Directions in units of one gradient of L, on a transformer of 2 million parameters, one thread. (2) With --model, a
-real LLM: this code beside transformers and peft, and the methods of train.py beside each other. (3) The losses at LLM
+real LLM: this code beside transformers, lm_eval and peft, and the methods of train.py beside each other. (3) The losses at LLM
 vocabulary. Each number is the median over interleaved rounds, printed beside the most that is allowed.
 """
 import argparse
@@ -21,6 +21,7 @@ import train
 from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, conjugate_gradient, exact_mode, hvp,
                      largest_eigenvalue, lower_gradient, negative_entropy, parametric_cross_entropy, peak_bytes,
                      unrolled_hypergradient)
+from data import Question
 from model import Config, Transformer, add_lora, generate
 
 
@@ -126,6 +127,8 @@ def language_model(directory, device, B=8, T=64, samples=10, answer=16):
     assert sampled().shape == (samples, 32 + answer) and {len(a) for a in generate(ours, prompt, answer, n=samples)} == {answer}
     found["transformers.generate / ten answers of 16 tokens"] = ratios({"": sampled}, lambda: generate(ours, prompt, answer, n=samples))[""]
 
+    found |= scoring(directory, device, ours, theirs, B)
+
     modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     theirs = get_peft_model(theirs, LoraConfig(r=8, lora_alpha=16, target_modules=modules))
     adapters = add_lora(ours, 8, 16)
@@ -163,6 +166,24 @@ def language_model(directory, device, B=8, T=64, samples=10, answer=16):
     return found
 
 
+def scoring(directory, device, ours, theirs, B, n=24):
+    """This code's time over lm-evaluation-harness's for the options of the same questions, B rows at a time."""
+    import transformers
+    from lm_eval.models.huggingface import HFLM
+    harness = HFLM(pretrained=theirs, tokenizer=transformers.AutoTokenizer.from_pretrained(directory), batch_size=B, max_batch_size=B, device=device)
+    g, found = torch.Generator().manual_seed(0), {}
+    draw = lambda length: torch.randint(1000, ours.config.vocab_size, (length,), generator=g).tolist()
+    prompts = [draw(int(length)) for length in torch.randint(40, 120, (n,), generator=g)]
+    for name, lengths in (("letters", (1, 1, 1, 1)), ("texts", (2, 3, 5, 8))):
+        questions = [Question(prompt, [draw(length) for length in lengths], 0) for prompt in prompts]
+        requests = [((str(q.prompt), str(option)), q.prompt, option) for q in questions for option in q.options]
+        mine = lambda: train.score_options(ours, None, questions, tokens_at_once=B * 120)
+        other = lambda: harness._loglikelihood_tokens(requests, disable_tqdm=True)
+        assert (mine().flatten() - torch.tensor([score for score, _ in other()])).abs().max() < 2e-2
+        found[f"{name} / lm_eval"] = ratios({"": mine}, other, repeats=3)[""]
+    return found
+
+
 # --- (3) The losses at LLM vocabulary ------------------------------------------------------------
 
 def losses(device, V=128_000, N=2048, C=64):
@@ -181,7 +202,7 @@ def losses(device, V=128_000, N=2048, C=64):
 
 # The most that is allowed, and of the answers the least.
 ALLOWED = {"hvp, graph kept": 2.5, "CG-10": 28, "BOME T = 1": 1.1 * 2.4, "BOME T = 3": 1.1 * 4.4, "BOME T = 10": 1.1 * 11.4,
-           "forward / transformers": 1.0, "LoRA step / peft": 1.0, "calm T = 1 / reg": 1.1 * 2.4 / 2, "calm T = 3 / reg": 1.1 * 4.4 / 2,
+           "forward / transformers": 1.0, "letters / lm_eval": 1.0, "texts / lm_eval": 1.0, "LoRA step / peft": 1.0, "calm T = 1 / reg": 1.1 * 2.4 / 2, "calm T = 3 / reg": 1.1 * 4.4 / 2,
            "memory, calm / ft": 1.15, "memory, L in chunks / plain": 0.25, "memory, F in chunks / plain": 0.25}
 LEAST = {"transformers.generate / ten answers of 16 tokens": 1.5}
 
