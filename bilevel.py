@@ -915,6 +915,15 @@ def write(path, text):
         raise
 
 
+def complain(program, error):
+    """What went wrong, in one sentence on stderr; returns the exit code 2."""
+    known = isinstance(error, OSError) and error.strerror  # instead of "[Errno 2] ..."
+    print(f"{program}:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
+    if known and not error.filename:                       # a full disk or a closed pipe: Python would try again to print
+        sys.stdout = open(os.devnull, "w")
+    return 2
+
+
 def main(argv=None):
     """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     parser = Parser(description="Every hypergradient against the exact one.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -939,11 +948,7 @@ def main(argv=None):
                 check_output(path)
         return laboratory(args)
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
-        print("bilevel.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
-        if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
-            sys.stdout = open(os.devnull, "w")
-        return 2
+        return complain("bilevel.py", error)
     except KeyboardInterrupt:
         print("\nbilevel.py: interrupted", file=sys.stderr)
         return 130

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from bilevel import (Bilevel, LogitAdjustment, Parser, Surrogate, bome_direction, check_output, chunked, compare, exact_hypergradient,
+from bilevel import (Bilevel, LogitAdjustment, Parser, Surrogate, bome_direction, check_output, chunked, compare, complain, exact_hypergradient,
                      flatten, negative_entropy, parametric_cross_entropy, unflatten, write)
 from data import IGNORE, Asked, Prompter, World, check_disjoint, collate, kind_of, question_key, sample, stream, supervise, within_context
 from metrics import (bootstrap_interval, ece, evaluate, evaluate_open, fit_temperature, group_answers, modal_answers, plot_reliability,
@@ -1106,11 +1106,7 @@ def main(argv=None):
               "and fewer --targets lower it", file=sys.stderr)
         return 2
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
-        known = isinstance(error, OSError) and error.strerror      # instead of "[Errno 2] ..."
-        print("train.py:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
-        if known and not error.filename:                   # a full disk or a closed pipe: Python would try again to print
-            sys.stdout = open(os.devnull, "w")
-        return 2
+        return complain("train.py", error)
     except KeyboardInterrupt:
         if rank()[0] == 0:
             print("\ntrain.py: interrupted" + "".join(f"; what had finished is in {path}" for path in kept)
