@@ -109,7 +109,7 @@ def caught_by(folder, file, fragment, becomes, test, expression):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path.write_text(original, encoding="utf-8")
     text = report.read_text(encoding="utf-8")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)
     if code == 1 and failed:
         return failed[1]
     if code != 0:
