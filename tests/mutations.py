@@ -80,7 +80,7 @@ FLIPS = [
     ("the rater's taste", "data.py", "argsort(1, descending=True))\n        return ids, pair", "argsort(1))\n        return ids, pair", "test_data", "preferences"),
     ("MedMCQA counts from one", "data.py", "lambda: 1 - any(", "lambda: 0 * any(", "test_data", "medmcqa"),
     # The experiment
-    ("the sign of DPO", "train.py", "loss = -F.logsigmoid(margin).mean()", "loss = -F.logsigmoid(-margin).mean()", "test_train", "pretraining_calibrates"),
+    ("the sign of DPO", "train.py", "loss = -F.logsigmoid(margin).mean()", "loss = -F.logsigmoid(-margin).mean()", "test_cases", "alignment"),
     ("options per token", "train.py", '"token": len(option)', '"token": 1', "test_train", "case_16"),
     ("the share of a process", "train.py", "whole(state[\"share\"] * ", "whole(", "test_train", "two_processes"),
     ("the proximal term", "train.py", "args.mu / 2 / ranks * sum(", "0 * args.mu / 2 / ranks * sum(", "test_cases", "proximal"),
@@ -109,7 +109,7 @@ def caught_by(folder, file, fragment, becomes, test, expression):
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     path.write_text(original, encoding="utf-8")
     text = report.read_text(encoding="utf-8")
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) ([^\s\[]+)", text, re.MULTILINE)
     if code == 1 and failed:
         return failed[1]
     if code != 0:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 import train
 from bilevel import Bilevel, LogitAdjustment, exact_hypergradient, exact_mode, flatten, negative_entropy, parametric_cross_entropy
-from data import IGNORE, Question
+from data import IGNORE, Question, World
 from model import Config, NF4Linear, Transformer, add_lora, nf4_dequantize, nf4_quantize, quantize_base
 from test_robust import tiny_task
 
@@ -67,6 +67,21 @@ def test_theta_s_learning_rate_is_constant_then_falls_to_zero(monkeypatch):
     moved = torch.stack([b - a for a, b in zip(thetas, thetas[1:])])
     moved = moved[:, moved[0] != 0].abs().median(1).values                 # lora_B: lora_A's first gradient is zero
     torch.testing.assert_close(moved, 1e-4 * torch.tensor([1, 1, 1, 1, 1, 0.75, 0.5]), rtol=0.05, atol=0)
+
+
+def test_alignment_moves_probability_to_what_the_rater_prefers():
+    torch.manual_seed(0)
+    world = World(0, subjects=12, relations=4)
+    model = Transformer(Config(world.vocab_size))
+    prompts, chosen, rejected = world.preferences(500, "B", torch.Generator().manual_seed(1))
+
+    def margin():
+        with torch.no_grad():
+            log_p = model(prompts)[:, -1].log_softmax(-1)
+        return (log_p.gather(1, chosen[:, None]) - log_p.gather(1, rejected[:, None])).mean().item()
+    before = margin()
+    train.align(model, world, argparse.Namespace(dpo_steps=10, device="cpu"), 0)
+    assert margin() > before + 0.1
 
 
 # --- Hypergradients --------------------------------------------------------------------------------
@@ -215,3 +230,4 @@ def test_case_28_two_evaluations_of_one_model_are_identical_whatever_came_betwee
     assert not torch.equal(train.score_options(task.model, None, questions, "char"), first)
     train.train_method(task, "aligned", None, 0)
     assert torch.equal(train.score_options(task.model, None, questions, "char"), first)
+

@@ -219,7 +219,7 @@ def test_a_full_batch_is_the_same_rows_at_every_step():
     assert len({round(step["lower"], 5) for step in trace}) == 3
 
 
-def test_the_binned_penalty_pulls_towards_the_measured_accuracy(toy, monkeypatch):
+def test_the_binned_penalty_pulls_towards_the_measured_accuracy():
     """All confident and all wrong: after 50 steps the bin's accuracy is 0, and the penalty spreads the top's probability."""
     z = torch.tensor([[3.0, 0.0, 0.0, 0.0]] * 8, requires_grad=True)
     alpha = torch.zeros(1, requires_grad=True)
