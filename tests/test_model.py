@@ -167,7 +167,7 @@ def directions(parameters, seed):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
-def test_case_5_the_hessian_is_symmetric_with_dropout_and_checkpointing(checkpointing, window):
+def test_case_05_the_hessian_is_symmetric_with_dropout_and_checkpointing(checkpointing, window):
     model = toy(dropout=0.2, sliding_window=window, qk_norm="head").train()
     model.checkpointing = checkpointing
     parameters, ids = list(model.parameters()), torch.randint(23, (2, 8))
@@ -191,7 +191,7 @@ def test_checkpointing_changes_neither_gradient_nor_dropout():
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_case_6_a_tied_head_is_one_parameter_with_one_hessian(quantised):
+def test_case_06_a_tied_head_is_one_parameter_with_one_hessian(quantised):
     model = toy(tie_word_embeddings=True)
     if quantised:
         quantize_base(model)
