@@ -120,7 +120,8 @@ def language_model(directory, device, B=8, T=64, samples=10, answer=16):
     found = {}
     with torch.no_grad():
         assert (ours(ids) - theirs(ids).logits).abs().max() < 1e-2
-        found["forward / transformers"] = ratios({"": lambda: ours(ids)}, lambda: theirs(ids).logits)[""]
+        forward = {"forward / transformers": lambda: ours(ids), "transformers / itself": lambda: theirs(ids).logits}
+        found |= ratios(forward, lambda: theirs(ids).logits)
     prompt = ids[0, :32]
     sampled = lambda: theirs.generate(prompt[None], do_sample=True, top_k=0, num_return_sequences=samples, max_new_tokens=answer,
                                       min_new_tokens=answer, pad_token_id=0)
@@ -202,7 +203,9 @@ def losses(device, V=128_000, N=2048, C=64):
 
 # The most that is allowed, and of the answers the least.
 ALLOWED = {"hvp, graph kept": 2.5, "CG-10": 28, "BOME T = 1": 1.1 * 2.4, "BOME T = 3": 1.1 * 4.4, "BOME T = 10": 1.1 * 11.4,
-           "forward / transformers": 1.0, "letters / lm_eval": 1.0, "texts / lm_eval": 1.0, "LoRA step / peft": 1.0, "calm T = 1 / reg": 1.1 * 2.4 / 2, "calm T = 3 / reg": 1.1 * 4.4 / 2,
+           # One program's two runs differ by up to 1 %, as the row "transformers / itself" shows: nine tenths of these are the same matmuls.
+           "forward / transformers": 1.01, "LoRA step / peft": 1.01, "letters / lm_eval": 1.0, "texts / lm_eval": 1.0,
+           "calm T = 1 / reg": 1.1 * 2.4 / 2, "calm T = 3 / reg": 1.1 * 4.4 / 2,
            "memory, calm / ft": 1.15, "memory, L in chunks / plain": 0.25, "memory, F in chunks / plain": 0.25}
 LEAST = {"transformers.generate / ten answers of 16 tokens": 1.5}
 
