@@ -152,7 +152,7 @@ def not_holding(rows):
 - *A pays for B.* Every method that raises entropy makes the calibrated domain underconfident: A goes from {ece('aligned', 'id'):.3f} to {ece('calm-persistent', 'id'):.3f}
   with `calm-persistent` and to {ece('calm-exact', 'id'):.3f} with `calm-exact`.
 - *Worlds differ.* `calm-persistent` leaves B between {min(p):.3f} and {max(p):.3f}.
-- *No upper level does nearly as well*: a fixed temperature, `ft-hot`, takes B to {ece('ft-hot'):.3f} (`calm-exact`: {ece('calm-exact'):.3f})."""
+- *A hand does nearly as well*: a fixed temperature, `ft-hot`, with no upper level, takes B to {ece('ft-hot'):.3f} (`calm-exact`: {ece('calm-exact'):.3f})."""
 
 
 def test_what_the_readme_says_in_numbers_is_a_committed_result():
