@@ -722,7 +722,7 @@ def run_method(task, method, args, seed, note=lambda prediction: None):
     """One method on one task: a row of numbers and (title, confidence, correct) for every test set, and the trace. `note` is
     given a dict a question as soon as it is answered."""
     adjustment, trace = train_method(task, method, args, seed)
-    mean = lambda key: (lambda v: {key: sum(v) / len(v)} if v else {})([step[key] for step in trace if key in step])
+    mean = lambda key: (lambda v: {key: sum(v) / len(v)} if v else {})([step[key] for step in trace if not math.isnan(step.get(key, math.nan))])
     learnt = {"log_scale": trace[-1]["log_scale"], **mean("cosine"), **mean("relative_error"), **mean("gauss_newton")} if trace else {}
     rows, panels = [], []
     for domain, scoring, questions in task.tests:
