@@ -810,6 +810,7 @@ def document(args, rows, **more):
 
 def plot(folder, rows, panels, traces):
     """Three PNGs: reliability diagrams, CALM's way through its steps, and accuracy against calibration error."""
+    import matplotlib
     from matplotlib.figure import Figure
     Path(folder).mkdir(parents=True, exist_ok=True)
     if panels:
@@ -835,7 +836,7 @@ def plot(folder, rows, panels, traces):
             for i, name in enumerate(names):
                 mean = lambda method, key: (lambda v: sum(v) / len(v))([row[key] for row in here if row["method"] == method])
                 points = sorted((mean(m, "conf_ece"), mean(m, "accuracy")) for m in {row["method"] for row in here} if m.split("/")[0] == name)
-                ax.plot(*zip(*points), "-", color=f"C{i}" if i < 10 else "k", marker="os^vDPX*<>phd"[i % 13], label=name, linewidth=0.8)
+                ax.plot(*zip(*points), "-", color=matplotlib.colormaps["tab20"](i % 20), marker="os^vDPX*<>phd"[i % 13], label=name, linewidth=0.8)
             ax.set(title=f"{domain}, {scoring} scoring", xlabel="conf-ECE", ylabel="accuracy")
         ax.legend(fontsize=7)
         figure.savefig(Path(folder) / "pareto.png")

@@ -166,7 +166,7 @@ def test_every_table_of_the_experiments_is_a_committed_result():
     for path in sorted(RESULTS.glob("*.json")):
         saved = json.loads(path.read_text())
         rows = saved.get("rows", [])
-        if "chosen" not in saved and rows and "scoring" in rows[0]:
+        if "chosen" not in saved and rows and "scoring" in rows[0] and path.name != "toy_strengths.json":      # that one is a picture
             assert train.table(rows).strip() in README, path.name
 
 
