@@ -457,8 +457,8 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
     """
     if surrogate is not None:
         return persistent_direction(problem, surrogate)
-    if inner_steps < 1:
-        raise ValueError(f"inner_steps must be at least 1, not {inner_steps}")
+    if inner_steps < 1 or inner_lr is None:
+        raise ValueError(f"inner_steps must be at least 1, not {inner_steps}" if inner_steps < 1 else "BOME needs an inner_lr")
     theta, alpha = problem.theta, problem.alpha
     F_value = problem.upper()
     F_t, F_a = problem.gradient(F_value)

@@ -858,6 +858,8 @@ def run(args, kept):
                 note = lambda prediction: writes and lines.write((json.dumps(prediction) + "\n").encode("utf-8"))
                 new, panels, trace = run_method(task, method, args.of[method], seed, note)
                 rows += new
+                errors = ", ".join(f"{r['domain']} {r['scoring']} {r.get('conf_ece', r.get('sem_ece')):.3f}" for r in new)
+                print(f"seed {seed}, {method}: error {errors}", flush=True)
                 if writes:
                     results.parent.mkdir(parents=True, exist_ok=True)
                     with open(results.with_name("predictions.jsonl"), "ab" if begun else "wb") as f:
@@ -972,7 +974,8 @@ def parse(argv):
     a("--device", default="auto", help="cuda, mps, cpu; auto: the first of these there is")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
     a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; --batch N is all of them")
-    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, open")
+    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, open "
+      "(letter,text-char)")
     a("--select", action="store_true", help="choose among settings of the methods by validation questions of domain A")
     toy = parser.add_argument_group("the toy world")
     toy.add_argument("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
@@ -985,7 +988,7 @@ def parse(argv):
                       "(PopQA, TriviaQA), instructions (Alpaca), or any of these as JSON lines; told apart by content")
     real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on: multiple choice, or with --scoring open either kind")
     real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
-    real.add_argument("--show-prompt", action="store_true", help="print the first prompt, its tokens and what is scored")
+    real.add_argument("--show-prompt", action="store_true", help="before the run print the first prompt, its tokens and what is scored")
     real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
     real.add_argument("--quantize", action="store_true", help="the frozen weights of the layers in 4 bits, NF4")
     real.add_argument("--targets", default=",".join(PROJECTIONS), metavar="NAMES", help="layers with adapters: ends of their names, with wildcards")
@@ -995,7 +998,7 @@ def parse(argv):
     train.add_argument("--batch", type=count, default=64, help="examples a step (a real model: 8)")
     train.add_argument("--micro-batch", type=size, default=0, metavar="N", help="so many rows in memory at a time, at a third more work; 0: the batch")
     train.add_argument("--checkpointing", action="store_true", help="a layer in memory at a time, at a third more work")
-    train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters)")
+    train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters; a real model: 3e-4)")
     train.add_argument("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
     train.add_argument("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a token")
     train.add_argument("--wait", type=share, default=0.0, help="share of the steps, at the start, in which alpha is held")

@@ -114,7 +114,7 @@ def rows_of(name):
 
 def undone_table(rows):
     """The README's table of what theta can undo, from bilevel_temperature.json."""
-    return "\n".join(["| entropy of, and alpha | mu | F_a, theta held | dF/dalpha |", "|---|---|---|---|",
+    return "\n".join(["| entropy of, and alpha | mu | size of F_a | size of dF/dalpha |", "|---|---|---|---|",
                       *(f"| {r['method']} | {r['setting'].removeprefix('mu = ')} | {r['ignored']:.3f} | {r['hypergradient']:.3f} |" for r in rows)])
 
 
@@ -139,7 +139,7 @@ of the time. Calibrated in training on *another* domain, it says {said[c]:.2f} a
 def temperatures(rows):
     """The README's sentence on the temperatures that five worlds want, from toy_all.json."""
     ours, best = (values(rows, method, "ood", "temperature") for method in ("ts", "ts-oracle"))
-    return (f"in five worlds the T that fits A lies between {min(ours):.2f} and {max(ours):.2f}, the T that B needs between {min(best):.2f} and {max(best):.2f}.")
+    return (f"in five worlds the T that A's validation questions want lies between {min(ours):.2f} and {max(ours):.2f}, the T that B's test questions want between {min(best):.2f} and {max(best):.2f}.")
 
 
 def not_holding(rows):
@@ -174,6 +174,14 @@ def test_the_settings_of_the_methods_are_those_that_were_chosen():
     import train
     chosen = json.loads((RESULTS / "selection.json").read_text())["chosen"]
     assert train.CHOSEN == chosen
+
+
+def test_the_settings_of_the_real_model_are_those_that_were_chosen():
+    chosen = json.loads((RESULTS / "topics_selection.json").read_text())["chosen"]
+    command = json.loads((RESULTS / "topics.json").read_text())["command"] + " --eta 3"      # as it is when not given
+    for name, flags in chosen.items():
+        for flag, value in re.findall(r"--(\S+) (\S+)", flags):
+            assert re.search(rf"[,/ ]{name}/{flag}={value}|--{flag} {value}", command), (name, flag)
 
 
 def test_pictures_of_the_readme_are_there():
