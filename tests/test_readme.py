@@ -184,6 +184,13 @@ def test_the_settings_of_the_real_model_are_those_that_were_chosen():
             assert re.search(rf"[,/ ]{name}/{flag}={value}|--{flag} {value}", command), (name, flag)
 
 
+def test_every_flip_of_the_mathematics_was_caught():
+    from mutations import FLIPS
+    flips = json.loads((RESULTS / "mutations.json").read_text())["flips"]
+    assert [flip["flip"] for flip in flips] == [flip[0] for flip in FLIPS] and all(flip["caught_by"] for flip in flips)
+    assert f"{len(flips)} times" in README
+
+
 def test_pictures_of_the_readme_are_there():
     for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
         assert (ROOT / picture).read_bytes()[:4] == b"\x89PNG"
