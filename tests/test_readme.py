@@ -202,9 +202,10 @@ def costs(result):
     return f"""**Costs**, in units of one gradient of L (`python tests/benchmark.py`, 2 million parameters, one thread):
 Hessian-vector product {t['hvp, graph kept']:.2f} with the graph kept, CG-10 {t['CG-10']:.1f}, BOME {t['BOME T = 1']:.2f} / {t['BOME T = 3']:.2f} /
 {t['BOME T = 10']:.2f} at T = 1 / 3 / 10 and {t['BOME persistent']:.2f} persistent; memory of CG {m['CG-10']:.2f} whatever the number of products,
-of BOME {m['BOME T = 10']:.2f} whatever T. On SmolLM2-135M (`--model DIR`; float32, one thread, 8 x 64 tokens, beside other jobs on the same cores): a forward pass takes
+of BOME {m['BOME T = 10']:.2f} whatever T. On SmolLM2-135M (`--model DIR`; float32, one thread, 8 x 64 tokens): a forward pass takes
 {r['forward / transformers']:.2f} of the time of transformers, a LoRA step {r['LoRA step / peft']:.2f} of that of peft, and ten sampled answers of 16
-tokens are {r['transformers.generate / ten answers of 16 tokens']:.2f} times as fast as `transformers.generate`. A step of `calm` takes
+tokens are {r['transformers.generate / ten answers of 16 tokens']:.2f} times as fast as `transformers.generate`. Scoring options takes
+{r['letters / lm_eval']:.2f} (letters) and {r['texts / lm_eval']:.2f} (texts) of the time of lm-evaluation-harness. A step of `calm` takes
 {r['calm T = 1 / reg']:.2f} / {r['calm T = 3 / reg']:.2f} times one of `reg` at T = 1 / 3 - counting gradients, (T + 1.4) / 2 - and {r['memory, calm / ft']:.2f} times the
 memory of plain fine-tuning (`calm-persistent` {r['memory, calm-persistent / ft']:.2f}); with `--micro-batch 1`, `ft` needs
 {100 * r['memory, ft --micro-batch 1 / ft']:.0f} % of its memory. At 128,000 items of vocabulary and 2,048 tokens the losses in chunks
