@@ -386,8 +386,10 @@ def test_a_full_device_for_json_is_one_sentence(program, argv, tmp_path, monkeyp
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 def test_ctrl_c_at_any_moment_is_one_sentence_and_the_run_goes_on_from_there(tmp_path):
-    flags = [*SMALL, "--steps", "150", "--methods", "aligned,calm,ft", "--save-every", "10"]
-    run = "import sys, train; print('ready', flush=True); sys.exit(train.main(sys.argv[1:]))"
+    flags = [*SMALL, "--steps", "60", "--methods", "aligned,calm,ft", "--save-every", "10"]
+    # A shell's background jobs ignore Ctrl-C, and so would their children.
+    run = ("import signal, sys, train; signal.signal(signal.SIGINT, signal.default_int_handler); print('ready', flush=True); "
+           "sys.exit(train.main(sys.argv[1:]))")
     assert said(train.main, [*flags, "--out", str(tmp_path / "whole")]) == (0, "")
     rng, codes = random.Random(0), []
     for _ in range(3):
