@@ -4,6 +4,7 @@ import importlib
 import io
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -161,13 +162,56 @@ def test_what_the_readme_says_in_numbers_is_a_committed_result():
         assert " ".join(said.split()) in " ".join(README.split())
 
 
-def test_every_table_of_the_experiments_is_a_committed_result():
+CHOICE = [("accuracy", "accuracy"), ("conf-ECE", "conf_ece")]
+BOTH = [(name, domain, *column) for name, domain in (("A", "id"), ("B", "ood")) for column in CHOICE]
+FURTHER = [("B", "ood", "NLL", "nll"), ("B", "ood", "AUROC", "auroc")]
+CHECKED = [("", "ood", "log_scale", "log_scale"), ("", "ood", "cosine", "cosine"), ("", "ood", "relative error", "relative_error")]
+OPEN = [("accuracy", "accuracy"), ("confidence", "confidence"), ("Sem-ECE", "sem_ece"), ("Sem-ECE split", "sem_ece_split")]
+REAL = [(name, name if name == "exams" else "id", *column) for name in ("trivia", "exams") for column in (*CHOICE, ("NLL", "nll"), ("AUROC", "auroc"))]
+TABLES = {                                                 # marker in the README -> file of rows, columns, rivals
+    "ALL": ("toy_all.json", BOTH + FURTHER, ("aligned", "ts")),
+    "ABL": ("toy_ablations.json", BOTH + FURTHER[:1], ("aligned",)),
+    "EXACT": ("toy_exact.json", BOTH + CHECKED, ()),
+    "GAIN": ("toy_gain.json", BOTH + CHECKED, ()),
+    "OPEN A": ("toy_open_a.json", [(name, domain, *c) for name, domain in (("A", "id"), ("B", "ood")) for c in OPEN], ("aligned",)),
+    "OPEN B": ("toy_open_b.json", [(name, domain, *c) for name, domain in (("B", "id"), ("A", "ood")) for c in OPEN], ("aligned",)),
+    "REAL": ("topics.json", REAL, ("aligned", "ts")),
+}
+
+
+def side_by_side(rows, columns, rivals):
+    """Markdown: a row a method, mean +- standard deviation over worlds or splits; the last columns say in how many of them its
+    error out of domain is below that of a rival."""
+    error = next(column for column in reversed(columns) if column[3] in ("conf_ece", "sem_ece"))
+    n, = {row["n"] for row in rows}
+    lines = [f"| method (n = {n:,}) | " + " | ".join([f"{name} {what}".strip() for name, _, what, _ in columns] + [f"< {rival}" for rival in rivals]) + " |",
+             "|---" * (1 + len(columns) + len(rivals)) + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for _, domain, _, key in columns:
+            here = [row[key] for row in rows if (row["method"], row["domain"]) == (method, domain) and key in row]
+            cells.append(f"{statistics.mean(here):.3f} ± {statistics.stdev(here):.3f}" if here else "-")
+        of = lambda name: {row["seed"]: row[error[3]] for row in rows if (row["method"], row["domain"]) == (name, error[1])}
+        for rival in rivals:
+            wins = sum(value < of(rival)[seed] for seed, value in of(method).items())
+            cells.append("-" if method == rival else f"{wins} of {len(of(method))}")
+        lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def with_tables(text):
+    """The README with a table made from its committed rows after every marker: `python tests/test_readme.py` writes it."""
     import train
-    for path in sorted(RESULTS.glob("*.json")):
-        saved = json.loads(path.read_text())
-        rows = saved.get("rows", [])
-        if "chosen" not in saved and rows and "scoring" in rows[0] and path.name != "toy_strengths.json":      # that one is a picture
-            assert train.table(rows).strip() in README, path.name
+    tables = {name: side_by_side(rows_of(file), columns, rivals) for name, (file, columns, rivals) in TABLES.items()}
+    tables["TOY"] = f"```\n{train.table(rows_of('toy.json')).strip()}\n```"                # what the first command prints
+    for name, table in tables.items():
+        text, found = re.subn(rf"<!--{name}-->\n(```\n.*?```|(\|.*\n)*\|.*)", lambda _: f"<!--{name}-->\n{table}", text, flags=re.S if name == "TOY" else 0)
+        assert found == 1, f"the README has {found} markers <!--{name}-->"
+    return text
+
+
+def test_every_table_of_the_experiments_is_made_from_the_committed_results():
+    assert with_tables(README) == README
 
 
 def test_the_settings_of_the_methods_are_those_that_were_chosen():
@@ -214,3 +258,7 @@ need {100 * r['memory, L in chunks / plain']:.1f} % (L) and {100 * r['memory, F 
 
 def test_the_costs_are_the_committed_result():
     assert " ".join(costs(json.loads((RESULTS / "benchmark.json").read_text())).split()) in " ".join(README.split())
+
+
+if __name__ == "__main__":                                 # after new results: the tables again
+    (ROOT / "README.md").write_text(with_tables(README), encoding="utf-8")
