@@ -17,13 +17,16 @@ import copy
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import os
+import signal
 import sys
 import time
 import warnings
 from pathlib import Path
+
+if __name__ == "__main__":                                 # importing torch takes seconds: Ctrl-C is no traceback there
+    at_ctrl_c = signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"\nbilevel.py: interrupted\n") and 130))
 
 import torch
 from torch import nn
@@ -207,12 +210,13 @@ def gauss_newton(problem):
     at = z.detach().requires_grad_()
     l_z, = torch.autograd.grad(problem.loss(at), at, create_graph=True)
     u = torch.zeros_like(z, requires_grad=True)
-    Jt_u = flatten(torch.autograd.grad(z, problem.theta, u, create_graph=True, allow_unused=True), problem.theta)   # linear in u
+    J_transposed = lambda u, **how: flatten(torch.autograd.grad(z, problem.theta, u, allow_unused=True, **how), problem.theta)
+    Jt_u = J_transposed(u, create_graph=True)                              # linear in u
 
     def product(v):
         Jv, = torch.autograd.grad(Jt_u, u, v, retain_graph=True)           # so its derivative by u is J v
         l_zz_Jv, = torch.autograd.grad(l_z, at, Jv, retain_graph=True)
-        return flatten(torch.autograd.grad(z, problem.theta, l_zz_Jv, retain_graph=True, allow_unused=True), problem.theta)
+        return J_transposed(l_zz_Jv, retain_graph=True)
 
     return product
 
@@ -300,10 +304,9 @@ def exact_hypergradient(problem, solver="cg", curvature="hessian", damping=0.0, 
         for name, g in (("lower", L_t), ("upper", F_t)):
             if not g.isfinite().all():
                 raise ValueError(f"the gradient of the {name} loss is not finite here")
-        product = {"hessian": lambda: lambda v: hvp(L_t, problem.theta, v), "gauss-newton": lambda: gauss_newton(problem)}
-        if curvature not in product:
+        if curvature not in ("hessian", "gauss-newton"):
             raise ValueError(f"curvature must be 'hessian' or 'gauss-newton', not {curvature!r}")
-        product = product[curvature]()
+        product = gauss_newton(problem) if curvature == "gauss-newton" else lambda v: hvp(L_t, problem.theta, v)
         H = lambda v: product(v) + damping * v
         if solver == "cg":
             v, report = conjugate_gradient(H, F_t, tol, max_iter)
@@ -318,19 +321,23 @@ def exact_hypergradient(problem, solver="cg", curvature="hessian", damping=0.0, 
             singular = eigenvalues.abs().min() <= torch.finfo(F_t.dtype).eps * eigenvalues.abs().max()
             v = torch.full_like(F_t, torch.nan) if singular else torch.linalg.solve(matrix, F_t)
             report = {"products": len(F_t), "residual": float((matrix @ v - F_t).norm() / F_t.norm().clamp_min(1e-300)),
-                      "negative_curvature": bool(singular or eigenvalues[0] < 0), "largest_eigenvalue": float(eigenvalues[-1]),
-                      "smallest_eigenvalue": float(eigenvalues[0])}
+                      "negative_curvature": bool(singular or eigenvalues[0] < 0),
+                      "smallest_eigenvalue": float(eigenvalues[0]), "largest_eigenvalue": float(eigenvalues[-1])}
         else:
             raise ValueError(f"solver must be 'cg', 'neumann' or 'dense', not {solver!r}")
         report["gradient_norm"] = float(L_t.detach().norm())
         if report["negative_curvature"]:
-            warnings.warn("the lower level's Hessian has negative curvature here, or none: theta is not at a minimum and there is no "
-                          "hypergradient; converge it first, or use curvature='gauss-newton' with damping > 0 (biased)")
+            warnings.warn("the lower level's Hessian has negative curvature here, or none: theta is not at a minimum and there "
+                          "is no hypergradient; converge it first, or use curvature='gauss-newton' with damping > 0 (biased)")
         elif report["gradient_norm"] > 1e-3 * float(F_t.norm()):
-            warnings.warn(f"||L_theta|| = {report['gradient_norm']:.1e} is not small: the formula holds at a minimum of the lower level")
+            warnings.warn(f"||L_theta|| = {report['gradient_norm']:.1e} is not small: the formula holds at a minimum of the "
+                          "lower level")
         if solver == "cg" and report["products"] == max_iter and report["residual"] > tol:
-            warnings.warn(f"CG stopped after max_iter = {max_iter} products at relative residual {report['residual']:.1e}, above {tol:g}")
-        cross = torch.autograd.grad(L_t, problem.alpha, v, allow_unused=True) if L_t.requires_grad else [None] * len(problem.alpha)
+            warnings.warn(f"CG stopped after max_iter = {max_iter} products at relative residual {report['residual']:.1e}, "
+                          f"above {tol:g}")
+        cross = [None] * len(problem.alpha)
+        if L_t.requires_grad:
+            cross = torch.autograd.grad(L_t, problem.alpha, v, allow_unused=True)            # L_at v
         return unflatten(F_a - flatten(cross, problem.alpha), problem.alpha), report
 
 
@@ -374,7 +381,8 @@ def minimise(problem, objective, tol=1e-10, max_iter=40):
             best, stuck = (norm, 0) if norm < best / 2 else (best, stuck + 1)
             if norm <= tol or stuck >= 2 and damping == 0:
                 break
-            step, report = conjugate_gradient(lambda v: hvp(g, problem.theta, v) + damping * v, g.detach(), tol=1e-3, max_iter=1000)
+            H = lambda v: hvp(g, problem.theta, v) + damping * v
+            step, report = conjugate_gradient(H, g.detach(), tol=1e-3, max_iter=1000)
             if report["negative_curvature"]:
                 damping, definite = max(10 * damping, norm), False
                 continue
@@ -392,11 +400,11 @@ def penalty_hypergradient(problem, lam, symmetric=False, tol=1e-14, inner_steps=
         h = F_a(theta_+) + lam (L_a(theta_+) - L_a(theta*)),                  error O(1 / lam)
         h = mean of F_a(theta_+), F_a(theta_-) + lam/2 (L_a(theta_+) - L_a(theta_-)),   O(1 / lam^2), if `symmetric`.
 
-    theta_+ is the theta_lam of BOME's pair. The inner problems start at theta and are solved to gradient norm `tol` by Newton's method, so
-    that the penalty's own error is seen (an inner error d costs about lam d) - or, with
-    `inner_steps`, by that many gradient steps of size `inner_lr` each: same start, same steps.
-    theta is put back. Returns a list shaped like alpha, and a report with "gradient_norms". Raises
-    ArithmeticError where an inner problem has no minimum, as L - F / lam at small lam.
+    theta_+ is the theta_lam of BOME's pair. The inner problems start at theta and are solved to gradient norm `tol`
+    by Newton's method, so that the penalty's own error is seen (an inner error d costs about lam d) - or, with
+    `inner_steps`, by that many gradient steps of size `inner_lr` each: same start, same steps. theta is put back.
+    Returns a list shaped like alpha, and a report with "gradient_norms". Raises ArithmeticError where an inner problem
+    has no minimum, as L - F / lam at small lam.
     """
     if not lam > 0:
         raise ValueError(f"lam must be positive, not {lam}")
@@ -458,7 +466,7 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
     if surrogate is not None:
         return persistent_direction(problem, surrogate)
     if inner_steps < 1 or inner_lr is None:
-        raise ValueError(f"inner_steps must be at least 1, not {inner_steps}" if inner_steps < 1 else "BOME needs an inner_lr")
+        raise ValueError(f"BOME needs at least 1 of inner_steps and an inner_lr, not {inner_steps} and {inner_lr}")
     theta, alpha = problem.theta, problem.alpha
     F_value = problem.upper()
     F_t, F_a = problem.gradient(F_value)
@@ -474,7 +482,7 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
         L_T = problem.lower()                                              # at theta_T only L_a is needed
         L_a_T, = problem.derivatives(L_T, alpha)
 
-    q_t, q_a = L_t, L_a - L_a_T                                            # theta_T is held, so L(theta_T) has no derivative by theta
+    q_t, q_a = L_t, L_a - L_a_T                                            # L(theta_T) does not move with theta
     norm2 = q_t.dot(q_t) + q_a.dot(q_a)
     lam = max(0.0, eta - float((F_t.dot(q_t) + F_a.dot(q_a)) / norm2)) if norm2 > 0 else 0.0
     report = {"lam": lam, "residual": float(L.detach() - L_T.detach()), "lower": float(L.detach()),
@@ -537,15 +545,17 @@ def persistent_direction(problem, s):
         if measuring:
             s.sharpest, s.sharpness = Hu, max(0.9 * s.sharpness, float(Hu.norm()))
             if not 0 < s.sharpness < math.inf:
-                raise ArithmeticError(f"the lower loss has curvature {s.sharpness} in theta: no surrogate can follow its minimum")
+                raise ArithmeticError(f"the lower loss has curvature {s.sharpness} in theta: no surrogate can follow "
+                                      "its minimum")
         else:
             F_t, s.direction = rest
             r, size = Hu + F_t, F_t.norm()
-            residual = report["residual"] = float(r.norm() / (size if size > 0 else 1.0))  # F without theta: v is and stays zero
+            residual = report["residual"] = float(r.norm() / (size if size > 0 else 1.0))  # F without theta: v stays zero
             s.shift, s.previous = s.shift - r / s.sharpness + s.momentum * (s.shift - s.previous), s.shift
             s.scale = s.tolerance / max(residual, s.tolerance) if s.scale or residual <= s.tolerance else 0.0
     report |= {"sharpness": s.sharpness, "scale": s.scale, "direction": s.direction, "complete": complete}
-    return unflatten(L_t if complete else torch.zeros_like(L_t), problem.theta), unflatten(s.scale * s.direction, problem.alpha), report
+    d_theta = L_t if complete else torch.zeros_like(L_t)
+    return unflatten(d_theta, problem.theta), unflatten(s.scale * s.direction, problem.alpha), report
 
 
 # --- 5. The laboratory ---------------------------------------------------------------------------
@@ -774,9 +784,9 @@ def along_a_trajectory(problem, kind, speed, budget, looks=3):
                 p -= speed * d
         moved += speed * float(d_alpha.norm())
     errors, cosines = [f["relative_error"] for f in found], [f["cosine"] for f in found]
-    return {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "mean_cosine": sum(cosines) / len(found),
-            "worst_cosine": min(cosines), "relative_error": sum(errors) / len(found), "cosine": cosines[-1], "looks": len(found),
-            "lost_at": lost_at}
+    return {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "looks": len(found), "lost_at": lost_at,
+            "mean_cosine": sum(cosines) / len(found), "worst_cosine": min(cosines), "cosine": cosines[-1],
+            "relative_error": sum(errors) / len(found)}
 
 
 def language_model(directory, questions, mu=0.1, n=8, rank=8):
@@ -789,9 +799,10 @@ def language_model(directory, questions, mu=0.1, n=8, rank=8):
         raise ValueError(f"{questions}: {len(rows)} questions, and {2 * n} are needed")
     pick = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:2 * n].tolist()
     asked = [prompter.question(rows[i], "text") for i in pick]
-    (ids, targets), (ids_F, targets_F) = (supervise([(q.prompt, q.options[q.gold]) for q in part]) for part in (asked[:n], asked[n:]))
-    supervised, first = targets != IGNORE, (targets_F != IGNORE)
-    first &= first.cumsum(1) == 1                                          # the position before the answer: no label needed
+    answered = [(q.prompt, q.options[q.gold]) for q in asked]
+    (ids, targets), (ids_F, targets_F) = supervise(answered[:n]), supervise(answered[n:])                # (n, T) each
+    supervised, first = targets != IGNORE, targets_F != IGNORE
+    first &= first.cumsum(1) == 1                                          # where the answer starts: F needs no label
     torch.manual_seed(0)
     model = Transformer.from_pretrained(directory)
     theta = list(add_lora(model, rank, 2 * rank, targets=("q_proj", "k_proj", "v_proj", "o_proj")).values())
@@ -825,25 +836,28 @@ def at_a_language_model(problem, mu, max_iter=60):
     truth = flatten(h, problem.alpha)
     with exact_mode():
         product = gauss_newton(problem)
-        sharpness = largest_eigenvalue(lambda v: product(v) + mu * v, flatten(problem.theta, problem.theta).detach(), iterations=10)
+        like = flatten(problem.theta, problem.theta).detach()
+        sharpness = largest_eigenvalue(lambda v: product(v) + mu * v, like, iterations=10)
     facts = {"parameters": sum(p.numel() for p in problem.theta), "gradient_norm": report["gradient_norm"], "mu": mu,
              "largest_eigenvalue": sharpness, "condition_number": sharpness / mu, "reference": reference,
              "products": report["products"], "residual": report["residual"]}
     jobs = [("lower level ignored", "F_a alone", lambda: (problem.gradient(problem.upper())[1:], {"gradients": 1}))]
-    jobs += [("BOME, restarted", f"T = {T}", lambda T=T: settled_bome(problem, T, 1 / sharpness, budget=10)) for T in (1, 3, 10)]
+    jobs += [("BOME, restarted", f"T = {T}", lambda T=T: settled_bome(problem, T, 1 / sharpness, budget=10))
+             for T in (1, 3, 10)]
     return facts, measure(problem, jobs, truth)
 
 
 def under_a_temperature():
-    """Table (d): sizes of F_a and of dF/dalpha in softmax_regression, where theta can undo what alpha does and where it cannot."""
+    """Table (d): sizes of F_a and of dF/dalpha in softmax_regression, where theta can undo what alpha does, and where not."""
     rows = []
     for entropy_of, mode, mu in (("adjusted", "scalar", 0.0), ("adjusted", "vector", 0.0), ("adjusted", "scalar", 0.1),
                                  ("adjusted", "vector", 0.1), ("raw", "scalar", 0.0), ("raw", "vector", 0.0)):
         problem = softmax_regression(mu, mode, entropy_of)
         reached = minimise(problem, problem.lower, 1e-14)
         h, report = exact_hypergradient(problem, tol=1e-14)
+        F_a = problem.gradient(problem.upper())[1]
         rows.append({"problem": "temperature", "method": f"{entropy_of} entropy, {mode}", "setting": f"mu = {mu:g}",
-                     "ignored": float(problem.gradient(problem.upper())[1].norm()), "hypergradient": float(flatten(h, problem.alpha).norm()),
+                     "ignored": float(F_a.norm()), "hypergradient": float(flatten(h, problem.alpha).norm()),
                      "gradient_norm": reached, "products": report["products"]})
     return rows
 
@@ -852,85 +866,43 @@ def print_table(title, reading, facts, rows, columns):
     """A title, one line on how to read it, the facts about the point, and the rows in columns."""
     print(f"\n{title}\n{reading}")
     if facts:
-        print("  " + ", ".join(f"{k.replace('_', ' ')} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in facts.items()))
-    print("  " + f"{'method':30s}{'setting':14s}" + "".join(f"{c.replace('_', ' '):>16s}" for c in columns))
+        known = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in facts.items()]
+        print("  " + ", ".join(known).replace("_", " "))
+    print(f"  {'method':30s}{'setting':14s}" + "".join(f"{c.replace('_', ' '):>16s}" for c in columns))
     for r in rows:
-        cells = [r.get(c) for c in columns]
-        print("  " + f"{r['method']:30s}{r['setting']:14s}" + "".join(
-            f"{'-' if v is None else f'{v:.2e}' if c == 'relative_error' else f'{v:.4f}' if 'cosine' in c else f'{v:.4g}':>16s}"
-            for c, v in zip(columns, cells)))
+        line = f"  {r['method']:30s}{r['setting']:14s}"
+        for column in columns:
+            form = ".2e" if column == "relative_error" else ".4f" if "cosine" in column else ".4g"
+            line += ("-" if r.get(column) is None else f"{r[column]:{form}}").rjust(16)
+        print(line)
 
 
 def plot(rows, path):
-    """Relative error against gradients spent, both problems, as PNG."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("--plot needs the package matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """PNG of relative error against gradients spent, both problems."""
+    from metrics import new_figure, save_png
     problems = list(dict.fromkeys(r["problem"] for r in rows))
-    figure, axes = pyplot.subplots(1, len(problems), figsize=(5 * len(problems), 4), sharey=True, squeeze=False)
-    for ax, problem in zip(axes[0], problems):
+    figure = new_figure(figsize=(5 * len(problems), 4))
+    axes = figure.subplots(1, len(problems), sharey=True, squeeze=False)[0]
+    for ax, problem in zip(axes, problems):
         for method in ("exact, CG", "Neumann", "BOME, restarted"):
             points = [(r["gradients"], r["relative_error"]) for r in rows if (r["method"], r["problem"]) == (method, problem)]
             ax.loglog(*zip(*points), "o-", label=method)
         ax.set(title=problem, xlabel="gradients spent")
-    axes[0, 0].set_ylabel("relative error of the alpha direction")
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse whose errors are exceptions: main() says them in one sentence and exits with 2."""
-
-    def error(self, message):
-        raise ValueError(message)
-
-
-def check_output(path):
-    """OSError now if `path` could not be written later, after the work."""
-    path = Path(path)
-    folder = path.absolute().parent
-    if not path.name or path.is_dir():
-        raise IsADirectoryError(f"{path}: is a directory")
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{path}: its folder does not exist")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise PermissionError(f"{path}: cannot be written")
-
-
-def write(path, text):
-    """`text` to `path` in one move, so that a reader never meets half a file; through links, and straight into a device."""
-    path = Path(path).resolve()
-    target = Path(f"{path}.partial") if path.is_file() or not path.exists() else path
-    try:
-        target.write_text(text + "\n", encoding="utf-8")
-        if target != path:
-            os.replace(target, path)
-    except BaseException:                                  # a full disk is not left fuller
-        if target != path:
-            target.unlink(missing_ok=True)
-        raise
-
-
-def complain(program, error):
-    """What went wrong, in one sentence on stderr; returns the exit code 2."""
-    known = isinstance(error, OSError) and error.strerror  # instead of "[Errno 2] ..."
-    print(f"{program}:", f"{error.filename}: {error.strerror}" if known and error.filename else error.strerror if known else error, file=sys.stderr)
-    if known and not error.filename:                       # a full disk or a closed pipe: Python would try again to print
-        sys.stdout = open(os.devnull, "w")
-    return 2
+    axes[0].set_ylabel("relative error of the alpha direction")
+    axes[0].legend()
+    save_png(figure, path)
 
 
 def main(argv=None):
     """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
-    parser = Parser(description="Every hypergradient against the exact one.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                    allow_abbrev=False)
-    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "temperature", "llm"], help="whose hypergradients")
+    from metrics import Parser, check_output, complain
+    parser = Parser(description="Every hypergradient against the exact one.", allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--problem", default="transformer", choices=["quadratic", "transformer", "temperature", "llm"],
+                        help="whose hypergradients")
     parser.add_argument("--seeds", type=int, default=1, help="problems along whose trajectories directions are compared")
-    parser.add_argument("--steps", type=int, default=120, help="of the persistent surrogate along a trajectory; the others spend as many gradients")
+    parser.add_argument("--steps", type=int, default=120,
+                        help="of the persistent surrogate along a trajectory; the others spend as many gradients")
     parser.add_argument("--model", metavar="DIR", help="of --problem llm: a Hugging Face directory")
     parser.add_argument("--train", metavar="FILE", help="of --problem llm: questions")
     parser.add_argument("--json", metavar="PATH", help="write every printed number there")
@@ -941,12 +913,13 @@ def main(argv=None):
             raise ValueError("--problem llm needs --model DIR and --train FILE")
         if not (1 <= args.seeds <= 1e9 and 100 <= args.steps <= 1e9):
             raise ValueError("--seeds must be at least 1 and --steps at least 100, and neither above 1e9")
-        if args.plot and (args.problem in ("llm", "temperature") or not args.plot.endswith((".png", ".pdf", ".svg"))):
-            raise ValueError("--plot draws table (b) of the quadratic or the transformer, to a .png, .pdf or .svg file")
+        if args.plot and args.problem in ("llm", "temperature"):
+            raise ValueError("--plot draws table (b) of the quadratic or the transformer")
         for path in (args.json, args.plot):
             if path is not None:
                 check_output(path)
-        return laboratory(args)
+        laboratory(args)
+        return 0
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         return complain("bilevel.py", error)
     except KeyboardInterrupt:
@@ -956,6 +929,7 @@ def main(argv=None):
 
 def laboratory(args):
     """Run the problems asked for, print their tables, write --json and --plot."""
+    from metrics import write_json
     warnings.simplefilter("ignore")                        # the tables show what the warnings warn of
     columns = ["relative_error", "cosine", "gradients", "seconds"]
     facts, rows = {}, []
@@ -966,8 +940,9 @@ def laboratory(args):
                     facts["llm"], rows, columns)
     elif args.problem == "temperature":
         rows = under_a_temperature()
-        print_table("(d) What theta can undo", "How to read it: sizes of dF/dalpha, lower level ignored and exact. Where theta is free to re-fit the "
-                    "adjusted logits,\nalpha changes nothing that F sees; a regulariser mu, or F of the raw logits, makes it count.",
+        print_table("(d) What theta can undo",
+                    "How to read it: sizes of dF/dalpha, lower level ignored and exact. Where theta is free to re-fit the\n"
+                    "adjusted logits, alpha changes nothing that F sees; a regulariser mu, or F of raw logits, makes it count.",
                     {}, rows, ["ignored", "hypergradient"])
     else:
         torch.set_num_threads(1)                           # tensors this small only lose by sharing
@@ -977,11 +952,11 @@ def laboratory(args):
             facts[name], here = at_one_point(problem, mu, memory=name == "easy")
             table_a = [r for r in here if r["setting"] in TABLE_A]
             print_table(f"(a) One converged point, {name} problem",
-                        "How to read it: a cosine flatters, so look at the relative error, and compare it with ignoring the lower level.",
+                        "How to read it: a cosine flatters; compare the relative error with that of ignoring the lower level.",
                         facts[name], table_a, columns + ["peak_bytes"])
             print_table(f"(b) Error against work, {name} problem",
-                        "How to read it: T steps are T Neumann terms; a penalty's error falls as 1/lam, the symmetric one's as 1/lam^2 "
-                        "down to round-off;\n\"-\": L - F / lam has no minimum.",
+                        "How to read it: T steps are T Neumann terms; a penalty's error falls as 1/lam, the symmetric one's as\n"
+                        "1/lam^2, down to round-off; \"-\": L - F / lam has no minimum.",
                         {}, here, ["relative_error", "cosine", "gradients"])
             rows += [{"problem": name, **r} for r in here]
     if args.problem == "transformer":
@@ -989,11 +964,12 @@ def laboratory(args):
         converge(problem, sharpness_of(problem), tol=1e-14)
         here = measure(problem, penalties(problem), flatten(exact_hypergradient(problem, tol=1e-14)[0], problem.alpha))
         print_table("(b) Penalties where F looks at questions that L does not hold, easy problem",
-                    "How to read it: the errors are larger, far above round-off, and fall as 1/lam and 1/lam^2 over the whole range.",
+                    "How to read it: the errors are larger, far above round-off, and fall as 1/lam and 1/lam^2 all the way.",
                     {}, here, ["relative_error", "cosine"])
         rows += [{"problem": "unseen", **r} for r in here]
         found = []
-        kinds = (("BOME, restarted", "T = 1", lambda: 1), ("BOME, restarted", "T = 10", lambda: 10), ("BOME, persistent", "full batch", Surrogate),
+        kinds = (("BOME, restarted", "T = 1", lambda: 1), ("BOME, restarted", "T = 10", lambda: 10),
+                 ("BOME, persistent", "full batch", Surrogate),
                  ("BOME, persistent", "batches of 16", lambda: Surrogate(batches=4)))
         for seed in range(args.seeds):
             for speed in (1e-3, 1e-2):
@@ -1007,20 +983,20 @@ def laboratory(args):
                     found.append({**row, "seconds": time.perf_counter() - start})
         for speed in (1e-3, 1e-2):
             print_table(f"(c) Along a trajectory, alpha moving {speed:g} times its direction, {args.seeds} problem(s)",
-                        "How to read it: equal gradients spent (with batches of 16, of a batch); the exact one is taken at the minimum\n"
-                        "theta follows, until, at step \"lost at\", there is none.",
+                        "How to read it: equal gradients spent (with batches of 16, of a batch); the exact one is taken at the\n"
+                        "minimum theta follows, until, at step \"lost at\", there is none.",
                         {}, [r for r in found if r["speed"] == speed],
                         ["mean_cosine", "worst_cosine", "relative_error", "alpha_path", "lost_at"])
         rows += found
     if args.json:
         said = {k: v for k, v in vars(args).items() if k not in ("json", "plot") and v is not None}
-        write(args.json, json.dumps({"command": "python bilevel.py " + " ".join(f"--{k} {Path(str(v)).name}" for k, v in said.items()),
-                                     "problem": facts, "rows": rows}, indent=1))
+        command = "python bilevel.py " + " ".join(f"--{k} {Path(str(v)).name}" for k, v in said.items())
+        write_json(args.json, {"command": command, "problem": facts, "rows": rows})
     if args.plot:
         plot([r for r in rows if r["problem"] in ("easy", "hard")], args.plot)
     sys.stdout.flush()                                     # here a full disk is still an error like any other
-    return 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, at_ctrl_c)
     sys.exit(main())

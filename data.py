@@ -209,7 +209,7 @@ def json_array(f, start):
         at = re.compile(r"[\s,]*").match(text, at).end()
         number, counted = number + text.count("\n", counted, at), at
         value, end = (None, at) if text.startswith("]", at) else parse_json(text, at)
-        if end == len(text) and (more := f.read(max(BLOCK, end - at))):    # the end of the block may have cut it: again, with more
+        if end == len(text) and (more := f.read(max(BLOCK, end - at))):    # perhaps cut by the block's end: again, with more
             text, at, counted = text[at:] + more, 0, 0
             continue
         if text.startswith("]", at):
@@ -218,7 +218,7 @@ def json_array(f, start):
         if value is None and end == len(text):
             return
         at = end
-    if (text[at + 1:] + f.read(BLOCK)).strip()[:1] not in ("", ",", "}"):  # the end of the file, or of TriviaQA's outer object
+    if (text[at + 1:] + f.read(BLOCK)).strip()[:1] not in ("", ",", "}"):  # the end of the file, or of TriviaQA's object
         yield number, None
 
 
@@ -287,11 +287,12 @@ def kind_of(path):
 
 
 def stream(path, kind, skip_bad=False):
-    """The rows that `load_mcqa`, `load_qa` or `load_instructions` returns (`kind` as from `kind_of`), one at a time: a file of
-    any size is read in the memory of a few rows. In a directory a row without a subject gets its file's name, less its ending."""
+    """The rows that `load_mcqa`, `load_qa` or `load_instructions` returns (`kind` as from `kind_of`), one at a time: a file
+    of any size is read in the memory of a few rows. In a directory a row without a subject gets its file's name, less its
+    ending."""
     good, bad, first_bad = 0, 0, ""
     for file in files_of(path):
-        convert = {"mcqa": mcqa_converter, "qa": lambda file: qa_row, "instructions": lambda file: instruction_row}[kind](file)
+        convert = {"mcqa": mcqa_converter(file), "qa": qa_row, "instructions": instruction_row}[kind]
         for number, record in read_records(file):
             try:
                 row = convert(record)
@@ -312,7 +313,8 @@ def stream(path, kind, skip_bad=False):
 
 
 def sample(rows, n, generator):
-    """At most n of the rows in random order, every choice equally likely; no more than n are held (reservoir sampling: Vitter, 1985, algorithm R)."""
+    """At most n of the rows in random order, every choice equally likely; no more than n are held (reservoir sampling:
+    Vitter, 1985, algorithm R)."""
     kept = []
     for i, row in enumerate(rows):
         place = i if i < n else int(torch.randint(i + 1, (), generator=generator))
@@ -380,7 +382,8 @@ def texts_and_labels(choices):
 
 
 def mcqa_row(record, first_cop):
-    """A record of any of these formats -> {"question", "choices", "answer" (index), "subject"}; first_cop() is where MedMCQA's cop starts."""
+    """A record of any of these formats -> {"question", "choices", "answer" (index), "subject"}; first_cop() is where
+    MedMCQA's cop starts."""
     if isinstance(record, tuple) and len(record) > 1:
         question, choices, key, subject = mmlu_csv(record)
     elif not isinstance(record, dict):
@@ -399,7 +402,8 @@ def mcqa_row(record, first_cop):
     if len(right) != 1:
         raise ValueError(f"the gold key {key!r:.40} matches {'several' if right else 'none'} of the options "
                          f"labelled {', '.join(labels):.80}")
-    return {"question": question, "choices": choices, "answer": right.pop(), "subject": clean(subject, "subject", optional=True)}
+    return {"question": question, "choices": choices, "answer": right.pop(),
+            "subject": clean(subject, "subject", optional=True)}
 
 
 def mcqa_converter(file):
@@ -581,7 +585,8 @@ class Prompter:
             prompt.encode("utf-8")                         # a template may hold what no tokenizer can read
             return prompt
         except Exception as error:                         # as above
-            raise ValueError(f"{self.template_path}: the chat template fails on a prompt ({' '.join(str(error).split())})") from None
+            why = " ".join(str(error).split())
+            raise ValueError(f"{self.template_path}: the chat template fails on a prompt ({why})") from None
 
     def encode(self, text):
         """Token ids with exactly one beginning-of-sequence token where the tokenizer wants one."""
@@ -595,7 +600,8 @@ class Prompter:
         """Token ids of `answer` as they occur after `prompt`, whose own are `before`."""
         whole = self.encode(prompt + answer)
         if whole[:len(before)] != before or len(whole) == len(before):
-            raise ValueError(f"{self.path}: the answer {answer!r:.80} has no tokens of its own after the prompt {prompt[-40:]!r}")
+            raise ValueError(f"{self.path}: the answer {answer!r:.80} has no tokens of its own after the prompt "
+                             f"{prompt[-40:]!r}")
         return whole[len(before):]
 
     def question(self, row, scoring):

@@ -4,8 +4,8 @@ A prediction is a *confidence* in [0, 1] and whether it was *correct*. The file 
 (1) what input is accepted, (2) confidence against accuracy in bins, and without bins,
 (3) probabilities of all options against labels, (4) the temperature that lowers the NLL most,
 (5) how much of a measured error is chance, (6) open-ended answers, whose confidence is the share
-of samples that mean the same, (7) the row and the diagrams a table prints. `python metrics.py
-PREDICTIONS` computes all of it again from a file of predictions.
+of samples that mean the same, (7) the row and the diagrams that are printed, (8) the command line:
+`python metrics.py PREDICTIONS` computes all of it again from a file of predictions.
 
 Arrays are lists, numpy arrays or torch tensors; results are Python floats. Every function looks
 at all rows at once, so a result cannot depend on how the data were batched.
@@ -13,17 +13,22 @@ at all rows at once, so a result cannot depend on how the data were batched.
 import argparse
 import collections
 import gzip
+import io
 import itertools
 import json
 import math
 import os
 import re
 import string
+import signal
 import sys
 import unicodedata
 import warnings
 import zlib
 from pathlib import Path
+
+if __name__ == "__main__":                                 # importing torch takes seconds: Ctrl-C is no traceback there
+    at_ctrl_c = signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"\nmetrics.py: interrupted\n") and 130))
 
 import numpy as np
 import torch
@@ -235,8 +240,8 @@ def fit_temperature(logits, labels):
 
     logits (n, k), -inf where a question has no such option; labels (n,). The NLL is convex in b = 1/T
     with slope mean(E_p[z] - z_label) and curvature mean(Var_p[z]), so T comes from Newton's method with
-    bisection, in float64, over T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds. ValueError on
-    NaN, +inf, or a label whose logit is -inf.
+    bisection, in float64, over T in [0.01, 100]; it is never worse than T = 1, and warns if it is one of the bounds.
+    ValueError on NaN, +inf, or a label whose logit is -inf.
     """
     z, labels = as_array(logits), as_array(labels)
     if z.ndim != 2 or not z.size:
@@ -244,9 +249,9 @@ def fit_temperature(logits, labels):
     check_labels(labels, *z.shape)
     if np.isnan(z).any() or np.isposinf(z).any() or np.isneginf(z[np.arange(len(z)), labels]).any():
         raise ValueError("logits must not be NaN or +inf, and a label's logit not -inf")
-    parts = np.array_split(np.arange(len(z)), -(-z.size // 2 ** 22))       # logits over a vocabulary are large: some rows at a time
+    parts = np.array_split(np.arange(len(z)), -(-z.size // 2 ** 22))       # logits over a vocabulary: some rows at a time
 
-    def derivatives(b):                                    # of the NLL: itself, its slope and its curvature, the variance of z
+    def derivatives(b):                                    # the NLL, its slope and its curvature, the variance of z
         sums = np.zeros(3)
         for rows in parts:
             x, y = z[rows].astype(float), labels[rows]
@@ -383,8 +388,8 @@ def group_answers(samples, golds=(), same_answer=answers_match):
     """n sampled texts -> n classes for `semantic_confidence`, None for an empty text.
 
     same_answer(a, b) says whether two texts mean the same; the default compares them once normalised, yours may ask a
-    model. A sample that means any of `golds`, the accepted answers, is in the class golds[0]; any other is in the class of the
-    first sample before it that it means the same as, and a class is called by its first text.
+    model. A sample that means any of `golds`, the accepted answers, is in the class golds[0]; any other is in the class
+    of the first sample before it that it means the same as, and a class is called by its first text.
     """
     classes = []
     for text in samples:
@@ -399,8 +404,8 @@ def group_answers(samples, golds=(), same_answer=answers_match):
 
 
 def modal_answers(samples, golds, estimator="plugin", splits=10, seed=0):
-    """Of the questions that have a confidence, the confidence and whether the modal class is right; and whether it is, of all.
-    Arguments as for `sem_ece`."""
+    """Of the questions that have a confidence, the confidence and whether the modal class is right; and whether it is, of
+    all questions. Arguments as for `sem_ece`."""
     if not len(samples) or len(samples) != len(golds):
         raise ValueError(f"samples and golds must be equally many, at least one, not {len(samples)} and {len(golds)}")
     answers = [semantic_confidence(classes, estimator, splits, seed) for classes in samples]
@@ -418,16 +423,17 @@ def sem_ece(samples, golds, estimator="plugin", bins=10, splits=10, seed=0):
     A question without a confidence counts as wrong in the accuracy and in "missing", and is not in the other two.
     """
     confidence, correct, right = modal_answers(samples, golds, estimator, splits, seed)
-    return {"n": len(samples), "accuracy": sum(right) / len(samples),
-            "confidence": sum(confidence.tolist()) / len(confidence) if len(confidence) else math.nan,
-            "sem_ece": ece(confidence, correct, bins) if len(confidence) else math.nan, "missing": len(samples) - len(confidence)}
+    some = len(confidence) > 0
+    return {"n": len(samples), "accuracy": sum(right) / len(samples), "missing": len(samples) - len(confidence),
+            "confidence": float(confidence.mean()) if some else math.nan,
+            "sem_ece": ece(confidence, correct, bins) if some else math.nan}
 
 
-# --- 7. The row, the diagrams, the command line --------------------------------------------------
+# --- 7. The row and the diagrams -----------------------------------------------------------------
 
 def evaluate(probabilities, labels, bins=10):
-    """probabilities (n, k), labels (n,) -> the row of metrics that every table prints; confidence is the largest probability,
-    and conf_ece its `ece`."""
+    """probabilities (n, k), labels (n,) -> the row of metrics that every table prints; confidence is the largest
+    probability, and conf_ece its `ece`."""
     probabilities, labels = check_probabilities(probabilities, labels)
     confidence, correct = probabilities.max(1), probabilities.argmax(1) == labels
     return {"n": len(labels), "accuracy": float(correct.mean()), "conf_ece": ece(confidence, correct, bins),
@@ -439,11 +445,15 @@ def evaluate(probabilities, labels, bins=10):
 
 
 def evaluate_open(samples, golds, bins=10):
-    """Arguments as for `sem_ece` -> the row of metrics of sampled answers: by both estimators, the plug-in's with its interval."""
+    """Arguments as for `sem_ece` -> the row of metrics of sampled answers: by both estimators, the plug-in's with its
+    interval."""
     confidence, correct, _ = modal_answers(samples, golds)
-    interval = bootstrap_interval(lambda c, y: ece(c, y, bins), confidence, correct) if len(confidence) else (math.nan, math.nan)
-    split = sem_ece(samples, golds, "split", bins) if min(map(len, samples)) > 1 else {"sem_ece": math.nan}
-    return {**sem_ece(samples, golds, bins=bins), "sem_ece_split": split["sem_ece"], "sem_ece_low": interval[0], "sem_ece_high": interval[1]}
+    low = high = split = math.nan
+    if len(confidence):
+        low, high = bootstrap_interval(lambda c, y: ece(c, y, bins), confidence, correct)
+    if min(map(len, samples)) > 1:
+        split = sem_ece(samples, golds, "split", bins)["sem_ece"]
+    return {**sem_ece(samples, golds, bins=bins), "sem_ece_split": split, "sem_ece_low": low, "sem_ece_high": high}
 
 
 def bin_rows(confidence, correct, bins):
@@ -471,13 +481,25 @@ def reliability_diagram(confidence, correct, bins=10, title="", width=40):
     return "\n".join([*lines, f"n = {len(correct)}, ECE = {ece(confidence, correct, bins):.4f}"])
 
 
-def plot_reliability(panels, path, bins=10):
-    """PNG of reliability diagrams side by side; panels: list of (title, confidence, correct). Needs matplotlib."""
+def new_figure(figsize):
+    """An empty figure; ImportError, naming it, without the package matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("plots need the package matplotlib (pip install matplotlib)") from None
-    figure = Figure(figsize=(3.2 * len(panels), 4), dpi=150, layout="constrained")
+    return Figure(figsize=figsize, dpi=150, layout="constrained")
+
+
+def save_png(figure, path):
+    """The figure to `path`, once all of it has been drawn."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    write(path, drawn.getvalue())
+
+
+def plot_reliability(panels, path, bins=10):
+    """PNG of reliability diagrams side by side; panels: list of (title, confidence, correct)."""
+    figure = new_figure(figsize=(3.2 * len(panels), 4))
     axes = figure.subplots(2, len(panels), sharex=True, sharey="row", squeeze=False, height_ratios=(4, 1))
     centre, width = (np.arange(bins) + 0.5) / bins, 1 / bins
     for (title, confidence, correct), (top, bottom) in zip(panels, axes.T):
@@ -494,11 +516,47 @@ def plot_reliability(panels, path, bins=10):
     axes[0, 0].set(ylabel="accuracy")
     axes[0, 0].legend(loc="upper left", fontsize=8, frameon=False)
     axes[1, 0].set(ylabel="share")
-    figure.savefig(path, format="png")
+    save_png(figure, path)
+
+
+def plot_steps(traces, path):
+    """PNG of a way through training; traces: {method: one dict a step, with any of upper, lower, lam and log_scale}."""
+    panels = {"upper": "F, minus the entropy", "lower": "L, the training loss", "lam": "lambda", "log_scale": "mean log_scale"}
+    figure = new_figure(figsize=(12, 3))
+    for ax, (key, title) in zip(figure.subplots(1, 4), panels.items()):
+        for method, trace in traces.items():
+            points = [(i, step[key]) for i, step in enumerate(trace) if key in step]
+            if points:
+                ax.plot(*zip(*points), label=method, linewidth=0.8)
+        ax.set(title=title, xlabel="step")
+        ax.set_yscale("symlog" if key == "lam" else "linear")
+    ax.legend(fontsize=7)
+    save_png(figure, path)
+
+
+def plot_accuracy(rows, path):
+    """PNG of accuracy against conf-ECE, a panel a test set: means over the seeds, a line through the settings ("calm",
+    "calm/eta=5") of each method. rows: dicts with method, domain, scoring, accuracy and conf_ece."""
+    rows = [row for row in rows if row["method"] != "uniform"]
+    panels = list(dict.fromkeys((row["domain"], row["scoring"]) for row in rows))
+    figure = new_figure(figsize=(6 * len(panels), 5))
+    for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+        here = {}                                          # method -> setting -> (conf_ece, accuracy) of every seed
+        for row in rows:
+            if (row["domain"], row["scoring"]) == panel:
+                settings = here.setdefault(row["method"].split("/")[0], {})
+                settings.setdefault(row["method"], []).append((row["conf_ece"], row["accuracy"]))
+        for i, (method, settings) in enumerate(here.items()):
+            points = sorted(tuple(np.mean(values, 0)) for values in settings.values())
+            ax.plot(*zip(*points), "-", color=f"C{i % 10}", marker="os^vDPX*<>phd"[i % 13], label=method, linewidth=0.8)
+        ax.set(title=", ".join(panel) + " scoring", xlabel="conf-ECE", ylabel="accuracy")
+        ax.legend(fontsize=7)
+    save_png(figure, path)
 
 
 def check_prediction(row):
-    """-> whether it is of an open question, and (probabilities, gold) or (classes, gold) of one line of predictions; or a ValueError."""
+    """One line of predictions -> whether it is of an open question, and (probabilities, gold) or (classes, gold); or a
+    ValueError."""
     if isinstance(row, dict) and {"classes", "gold"} <= row.keys():
         hashable = lambda c: tuple(map(hashable, c)) if isinstance(c, list) else c
         classes = row["classes"]
@@ -518,11 +576,11 @@ def check_prediction(row):
 
 
 def read_predictions(path):
-    """JSON lines, plain or gzipped, a question each: {"method", "domain" or "file", "probabilities", "choice", "gold"}, or, where it
-    was open, {..., "classes" (of the samples, null where one was empty), "gold" (the right class)}.
+    """JSON lines, plain or gzipped, a question each: {"method", "domain" or "file", "probabilities", "choice", "gold"}, or,
+    where it was open, {..., "classes" (of the samples, null where one was empty), "gold" (the right class)}.
 
-    -> {(method, domain, False): (probabilities (n, k), padded with 0, and gold (n,)), (method, domain, True): (classes, golds)};
-    a ValueError names file and line."""
+    -> {(method, domain, False): (probabilities (n, k), padded with 0, and gold (n,)),
+    (method, domain, True): (classes, golds)}; a ValueError names file and line."""
     with open(path, "rb") as f:
         zipped = f.read(2) == b"\x1f\x8b"
     groups, number = {}, 0
@@ -539,61 +597,117 @@ def read_predictions(path):
     if not groups:
         raise ValueError(f"{path} holds no predictions")
     k = max((len(p) for key, rows in groups.items() if not key[2] for p, _ in rows), default=0)
-    return {key: tuple(zip(*rows)) if key[2] else (np.array([p + [0] * (k - len(p)) for p, _ in rows], float), np.array([gold for _, gold in rows]))
+    padded = lambda rows: np.array([p + [0] * (k - len(p)) for p, _ in rows], float)
+    return {key: tuple(zip(*rows)) if key[2] else (padded(rows), np.array([gold for _, gold in rows]))
             for key, rows in groups.items()}
 
 
-def main(argv=None):
-    """The command line: exits with 2 for bad input, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(description="All metrics and reliability diagrams of a file of predictions.")
-    parser.add_argument("predictions", help="JSON lines, plain or .gz: method, domain, probabilities, choice, gold; or classes, gold")
-    parser.add_argument("--bins", type=int, default=10, help="equal-width bins (default 10)")
-    parser.add_argument("--json", help="write every number here too")
-    parser.add_argument("--plot", help="write the reliability diagrams here, as PNG")
-    parser.error = lambda message: parser.exit(2, f"metrics.py: {message}\n")            # one sentence, no usage
-    args = parser.parse_args(argv)
+# --- 8. The command lines ------------------------------------------------------------------------
+# What those of train.py and bilevel.py share, and this file's own.
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose errors are exceptions: main() says them in one sentence and exits with 2."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def check_output(path):
+    """OSError now if `path` could not be written later, after the work."""
+    path = Path(path)
+    folder = path.absolute().parent
+    if not path.name or path.is_dir():
+        raise IsADirectoryError(f"{path}: is a directory")
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{path}: its folder does not exist")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise PermissionError(f"{path}: cannot be written")
+
+
+def write(path, content):
+    """Bytes to `path` in one move, so that a reader never meets half a file; through links, and straight into a device."""
+    path = Path(path).resolve()
+    partial = Path(f"{path}.partial") if path.is_file() or not path.exists() else path
     try:
-        for path in filter(None, (args.json, args.plot)):  # before the work
-            if Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK):
-                raise ValueError(f"{path}: cannot be written")
-        if not 1 <= args.bins <= 10_000:
-            raise ValueError(f"--bins {args.bins} is not between 1 and 10000")
-        rows, panels, diagrams = [], [], []
-        for (method, domain, is_open), (predictions, gold) in read_predictions(args.predictions).items():
-            if is_open:
-                confidence, correct, _ = modal_answers(predictions, gold)
-                numbers = evaluate_open(predictions, gold, args.bins)
-            else:
-                confidence, correct = predictions.max(1), predictions.argmax(1) == gold
-                low, high = bootstrap_interval(lambda c, y: ece(c, y, args.bins), confidence, correct)
-                numbers = {**evaluate(predictions, gold, args.bins), "conf_ece_low": low, "conf_ece_high": high}
-            rows.append({"method": method, "domain": domain, **numbers})
-            if len(confidence):                            # some answer was not empty
-                panels.append((f"{method}, {domain}", confidence, correct))
-                diagrams.append(reliability_diagram(confidence, correct, args.bins, panels[-1][0]))
-        if args.json:                                      # strict JSON has no NaN or infinity: null
-            finite = lambda v: v if not isinstance(v, float) or math.isfinite(v) else None
-            partial = Path(f"{args.json}.partial") if not Path(args.json).exists() or Path(args.json).is_file() else Path(args.json)
-            partial.write_text(json.dumps({"rows": [{name: finite(v) for name, v in row.items()} for row in rows]}, indent=1) + "\n",
-                               encoding="utf-8")
-            if partial != Path(args.json):
-                os.replace(partial, args.json)
-        if args.plot and panels:
-            plot_reliability(panels, args.plot, args.bins)
-        for columns in dict.fromkeys(tuple(row) for row in rows):          # options and open questions have columns of their own
-            cells = [columns] + [[f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows if tuple(row) == columns]
-            widths = [max(map(len, column)) for column in zip(*cells)]
-            print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
-        print("\n" + "\n\n".join(diagrams), flush=True)
-    except OSError as error:
+        partial.write_bytes(content)
+        if partial != path:
+            os.replace(partial, path)
+    except BaseException:                                  # a full disk is not left fuller
+        if partial != path:
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path, document):
+    """A dict with "rows", dicts of numbers and texts, to `path` as JSON, which knows no NaN and no infinity: null."""
+    finite = lambda v: None if isinstance(v, float) and not math.isfinite(v) else v
+    rows = [{key: finite(value) for key, value in row.items()} for row in document["rows"]]
+    write(path, (json.dumps({**document, "rows": rows}, indent=1) + "\n").encode("utf-8"))
+
+
+def complain(program, error):
+    """What went wrong, in one sentence on stderr; returns the exit code 2."""
+    if isinstance(error, OSError) and error.strerror:      # instead of "[Errno 2] ..."
         if not error.filename:                             # a full disk or a closed pipe: Python would try again to print
             sys.stdout = open(os.devnull, "w")
-        parser.exit(2, f"metrics.py: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}\n")
-    except (ValueError, ImportError) as error:
-        parser.exit(2, f"metrics.py: {error}\n")
+        error = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    print(f"{program}: {error}", file=sys.stderr)
+    return 2
+
+
+def main(argv=None):
+    """The command line; returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    parser = Parser(description="All metrics and reliability diagrams of a file of predictions.", allow_abbrev=False)
+    parser.add_argument("predictions", help="JSON lines, plain or .gz, of method, domain, probabilities, choice, gold; "
+                        "or of classes, gold")
+    parser.add_argument("--bins", type=int, default=10, help="equal-width bins (default 10)")
+    parser.add_argument("--json", metavar="PATH", help="write every number here too")
+    parser.add_argument("--plot", metavar="PNG", help="write the reliability diagrams here")
+    try:
+        args = parser.parse_args(argv)
+        for path in (args.json, args.plot):
+            if path is not None:
+                check_output(path)
+        if not 1 <= args.bins <= 10_000:
+            raise ValueError(f"--bins {args.bins} is not between 1 and 10000")
+        report(args)
+        return 0
+    except (ValueError, OSError, ImportError) as error:
+        return complain("metrics.py", error)
     except KeyboardInterrupt:
-        parser.exit(130, "\nmetrics.py: interrupted\n")
+        print("\nmetrics.py: interrupted", file=sys.stderr)
+        return 130
+
+
+def report(args):
+    """Print the metrics and diagrams of args.predictions; write --json and --plot."""
+    rows, panels, diagrams = [], [], []
+    for (method, domain, is_open), (predictions, gold) in read_predictions(args.predictions).items():
+        if is_open:
+            confidence, correct, _ = modal_answers(predictions, gold)
+            numbers = evaluate_open(predictions, gold, args.bins)
+        else:
+            confidence, correct = predictions.max(1), predictions.argmax(1) == gold
+            low, high = bootstrap_interval(lambda c, y: ece(c, y, args.bins), confidence, correct)
+            numbers = {**evaluate(predictions, gold, args.bins), "conf_ece_low": low, "conf_ece_high": high}
+        rows.append({"method": method, "domain": domain, **numbers})
+        if len(confidence):                                # some answer was not empty
+            panels.append((f"{method}, {domain}", confidence, correct))
+            diagrams.append(reliability_diagram(confidence, correct, args.bins, panels[-1][0]))
+    if args.json:
+        write_json(args.json, {"rows": rows})
+    if args.plot and panels:
+        plot_reliability(panels, args.plot, args.bins)
+    for columns in dict.fromkeys(map(tuple, rows)):        # options and open questions have columns of their own
+        cells = [columns]
+        for row in rows:
+            if tuple(row) == columns:
+                cells.append([f"{v:.4f}" if isinstance(v, float) else str(v) for v in row.values()])
+        widths = [max(map(len, column)) for column in zip(*cells)]
+        print("\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in cells))
+    print("\n" + "\n\n".join(diagrams), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGINT, at_ctrl_c)
+    sys.exit(main())

@@ -60,7 +60,8 @@ class Config:
             low = 0 if field.name in ("head_dim", "dropout") else 1 if kind is int else -math.inf
             high = {int: 10_000 if field.name == "num_hidden_layers" else 2 ** 31, float: sys.float_info.max}.get(kind)
             if type(value) is not kind or high and not low <= value <= high:
-                raise ValueError(f"{field.name} = {value!r} is not {'a positive ' if low == 1 else 'a '}{kind.__name__}" + f" up to {high}" * (kind is int))
+                wanted = ("a positive " if low == 1 else "a ") + kind.__name__ + f" up to {high}" * (kind is int)
+                raise ValueError(f"{field.name} = {value!r} is not {wanted}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -70,14 +71,19 @@ class Config:
             raise ValueError(f"head_dim = {self.head_dim} is odd; rotary embedding needs pairs")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
-        kind = (self.rope_scaling or {}).get("rope_type", "default")
+        scaling = {key: value for key, value in (self.rope_scaling or {}).items() if value is not None}
+        kind = scaling.get("rope_type", "default")
         if kind not in ROPE_KEYS:
             raise ValueError(f"rope_type {kind!r} is not supported (supported: {', '.join(ROPE_KEYS)})")
         for key in ROPE_KEYS[kind]:
-            if key not in self.rope_scaling:
+            if key not in scaling:
                 raise ValueError(f"rope_type {kind!r} needs {key!r} in rope_scaling or rope_parameters")
-            if type(self.rope_scaling[key]) not in (int, float) or not self.rope_scaling[key] > 0:
-                raise ValueError(f"{key!r} of rope_type {kind!r} is {self.rope_scaling[key]!r}, not a positive number")
+        for key in (*ROPE_KEYS[kind], *ROPE_OPTIONS):
+            value = scaling.get(key, 1.0)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"{key!r} of rope_type {kind!r} is {value!r}, not a positive number")
+        if kind == "yarn" and "mscale" in scaling:
+            raise ValueError("'mscale' of rope_type 'yarn' is not supported")
 
 
 # --- The transformer -----------------------------------------------------------------------------
@@ -96,8 +102,9 @@ class RMSNorm(nn.Module):
         return self.weight * y.to(x.dtype)
 
 
-ROPE_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",),
+ROPE_KEYS = {"default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
              "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+ROPE_OPTIONS = ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor")          # of yarn
 
 
 def rope_tables(config, start, T, device):
@@ -107,9 +114,10 @@ def rope_tables(config, start, T, device):
     Pair i turns by theta^(-2i/D) a position. Longer contexts than were pretrained turn slower:
     all pairs ("linear"; Chen et al., 2023, arXiv 2306.15595), the slow pairs by a larger theta
     once the text is too long ("dynamic"), or those whose wavelength does not fit into the
-    original context ("llama3"; Llama 3.1).
+    original context ("llama3"; Llama 3.1), which "yarn" (Peng et al., 2023, arXiv 2309.00071) tells
+    by their place, and sharpens attention besides.
     """
-    scaling = config.rope_scaling or {}
+    scaling = {key: value for key, value in (config.rope_scaling or {}).items() if value is not None}
     kind, factor = scaling.get("rope_type", "default"), scaling.get("factor")
     theta, D, longest = config.rope_theta, config.head_dim, config.max_position_embeddings
     if kind == "dynamic" and start + T > longest:
@@ -122,9 +130,18 @@ def rope_tables(config, start, T, device):
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = keep * frequency + (1 - keep) * frequency / factor
+    sharper = 1.0
+    if kind == "yarn":
+        longest = scaling.get("original_max_position_embeddings", longest)
+        place = lambda turns: D * math.log(longest / (2 * math.pi * turns)) / (2 * math.log(theta))     # of the pair that
+        first = max(0, math.floor(place(scaling.get("beta_fast", 32))))                            # turns so often there
+        last = min(D - 1, math.ceil(place(scaling.get("beta_slow", 1))))
+        slow = ((torch.arange(D // 2, device=device) - first) / max(last - first, 0.001)).clamp(0, 1)
+        frequency = slow * frequency / factor + (1 - slow) * frequency
+        sharper = scaling.get("attention_factor", 0.1 * math.log(max(factor, 1)) + 1)
     angle = torch.arange(start, start + T, device=device, dtype=torch.float32)[:, None] * frequency   # (T, D/2)
     angle = torch.cat((angle, angle), dim=-1)                                                      # (T, D)
-    return angle.cos(), angle.sin()
+    return sharper * angle.cos(), sharper * angle.sin()
 
 
 def rotate(x, cos, sin):
@@ -288,7 +305,8 @@ class Transformer(nn.Module):
                 if name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight" and config.tie_word_embeddings:
                     continue                                               # derived from config.json; the embedding itself
                 if name not in wanted:
-                    raise ValueError(f"{shard}: tensor {full_name!r} has no place in the {config.model_type} model of config.json")
+                    raise ValueError(f"{shard}: tensor {full_name!r} has no place in the {config.model_type} model of "
+                                     "config.json")
                 if tensor.shape != wanted[name].shape:
                     raise ValueError(f"{shard}: {full_name!r} has shape {tuple(tensor.shape)}, "
                                      f"config.json implies {tuple(wanted[name].shape)}")
@@ -334,8 +352,6 @@ def read_config(directory):
         raise FileNotFoundError(f"{directory}: no such directory")
     path = directory / "config.json"
     raw = read_json(path)
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path}: not a JSON object")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ValueError(f"{path}: model_type {kind!r} is not supported (supported: {', '.join(ARCHITECTURES)})")
@@ -369,7 +385,8 @@ def read_config(directory):
         config = Config(**values)
         if windows and not config.layer_types:
             first = raw.get("max_window_layers", 28)
-            config.layer_types = ["sliding_attention" if i >= first else "full_attention" for i in range(config.num_hidden_layers)]
+            config.layer_types = ["sliding_attention" if i >= first else "full_attention"
+                                  for i in range(config.num_hidden_layers)]
         return config
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from None
@@ -401,7 +418,8 @@ def read_bin(path):
             raise TypeError("it holds more than tensors by name")
         return tensors.items()
     except Exception as error:                             # a torn file can make torch raise anything
-        raise ValueError(f"{path}: not a PyTorch weights file, or cut short ({(str(error).splitlines() or ['?'])[0]})") from None
+        why = (str(error).splitlines() or ["?"])[0]
+        raise ValueError(f"{path}: not a PyTorch weights file, or cut short ({why})") from None
 
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -641,8 +659,8 @@ def generate(model, ids, max_new_tokens, temperature=1.0, n=1, adjustment=None, 
         if temperature == 0:
             tokens = logits.argmax(-1).expand(n)
         else:
-            # Inverse transform: the first token at which the cumulated probability reaches a uniform u in (0, 1]. torch.multinomial
-            # draws V random numbers a row, this one.
+            # Inverse transform: the first token at which the cumulated probability reaches a uniform u in (0, 1].
+            # torch.multinomial draws V random numbers a row, this one.
             cumulated = (logits.to(wide) / temperature).softmax(-1).cumsum(-1)                # (1, V) or (n, V)
             u = 1 - torch.rand(n, 1, generator=generator, dtype=wide, device=weight.device)
             tokens = torch.searchsorted(cumulated.expand(n, -1).contiguous(), u * cumulated[:, -1:])[:, 0]

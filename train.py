@@ -31,17 +31,22 @@ import threading
 import warnings
 from pathlib import Path
 
+if __name__ == "__main__":                                 # importing torch takes seconds: Ctrl-C is no traceback there
+    at_ctrl_c = signal.signal(signal.SIGINT, lambda *_: os._exit(os.write(2, b"\ntrain.py: interrupted\n") and 130))
+
 import torch
 from torch import distributed
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from bilevel import (Bilevel, LogitAdjustment, Parser, Surrogate, bome_direction, check_output, chunked, compare, complain, exact_hypergradient,
-                     flatten, negative_entropy, parametric_cross_entropy, unflatten, write)
-from data import IGNORE, Asked, Prompter, World, check_disjoint, collate, kind_of, question_key, sample, stream, supervise, within_context
-from metrics import (bootstrap_interval, ece, evaluate, evaluate_open, fit_temperature, group_answers, modal_answers, plot_reliability,
-                     reliability_diagram, semantic_confidence)
+from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, compare, exact_hypergradient, flatten,
+                     negative_entropy, parametric_cross_entropy, unflatten)
+from data import (IGNORE, Asked, Prompter, World, check_disjoint, collate, kind_of, question_key, sample, stream, supervise,
+                  within_context)
+from metrics import (Parser, bootstrap_interval, check_output, complain, ece, evaluate, evaluate_open, fit_temperature,
+                     group_answers, modal_answers, plot_accuracy, plot_reliability, plot_steps, reliability_diagram,
+                     semantic_confidence, write_json)
 from model import (PROJECTIONS, Config, Transformer, add_lora, generate, quantize_base, save_adapters, save_pretrained,
                    write_atomically)
 
@@ -73,14 +78,15 @@ def rank():
 
 
 def summed(x):
-    """x, any shape, with the sum over all processes in its place."""
+    """x, any shape, replaced in place by its sum over all processes."""
     if rank()[1] > 1:
         distributed.all_reduce(x)
     return x
 
 
 def whole(part):
-    """A loss from this process's part of it: the value is the sum of all parts, the gradient as yet the part's (`Bilevel` sums it)."""
+    """A loss of which this process has a part: its value is the sum of all parts, its gradient that of the part, until
+    `Bilevel` sums the gradients."""
     return part + (summed(part.detach().clone()) - part.detach()) if rank()[1] > 1 else part
 
 
@@ -160,13 +166,14 @@ def hypergradient(problem, args):
         warnings.simplefilter("ignore")                    # theta is near its minimum, not at it: known and meant
         h, report = exact_hypergradient(problem, tol=1e-2, max_iter=args.products)
         if report["negative_curvature"]:
-            h, _ = exact_hypergradient(problem, curvature="gauss-newton", damping=args.mu, tol=1e-2, max_iter=args.products)
+            h, _ = exact_hypergradient(problem, curvature="gauss-newton", damping=args.mu, tol=1e-2,
+                                       max_iter=args.products)
     return h, report
 
 
 @dataclasses.dataclass
 class Method:
-    """A direction with the flags that make it this method; `strengths`: the one flag that says how much of it, and values."""
+    """A direction with the flags that make it this method; `strengths`: the flag that says how much of it, and values."""
     direction: callable
     flags: str
     strengths: tuple = ()
@@ -190,8 +197,9 @@ METHODS = {
 }
 STORY = ["aligned", "ts", "ft", "reg", "calm", "calm-scalar", "calm-persistent"]
 ABLATIONS = ["calm-persistent/mode=vector", "calm-persistent/settle=0", "calm-scalar/settle=0.5", "calm/settle=0.5",
-             "calm/entropy-of=raw", "calm/inner-steps=1", "calm/inner-steps=10", "calm/alpha-lr=5e-4", "calm/alpha-lr=5e-3"]
-GAIN = [f"{name}/{phase}" for phase in ("steps=150/settle=0", "steps=300/settle=0.5")       # where does the gain come from?
+             "calm/entropy-of=raw", "calm/inner-steps=1", "calm/inner-steps=10", "calm/alpha-lr=5e-4",
+             "calm/alpha-lr=5e-3"]
+GAIN = [f"{name}/{phase}" for phase in ("steps=150/settle=0", "steps=300/settle=0.5")     # where does the gain come from?
         for name in (*(f"calm-scalar/inner-steps={T}" for T in (1, 3, 10, 100)), "calm-persistent", "calm-exact")]
 
 
@@ -199,15 +207,15 @@ GAIN = [f"{name}/{phase}" for phase in ("steps=150/settle=0", "steps=300/settle=
 
 @dataclasses.dataclass
 class Task:
-    """What an experiment hands to the methods, toy and real alike."""
+    """What an experiment hands to the methods, toy and real alike; B = examples a batch, T = tokens."""
     model: Transformer                                     # aligned, with adapters that are still the identity
     adapters: dict                                         # name -> parameter
-    batch: callable                                        # B, generator -> ids (B, T), targets (B, T): labelled, domain A
-    inputs: callable                                       # B, generator -> ids (B, T), mask (B, T): answer positions, no labels
+    batch: callable                                        # B, generator -> ids, targets, (B, T) each: labelled, domain A
+    inputs: callable                                       # B, generator -> ids, mask, (B, T) each: answer positions
     choices: callable                                      # B, generator -> Questions of domain A to train on, for cft
     valid: dict                                            # scoring -> Questions of domain A on which ts fits T
-    tests: list                                            # (domain, scoring, Questions): an iterable, gone through more than once
-    meaning: callable = tuple                              # tokens of a sampled answer -> what it means, None or "" if nothing
+    tests: list                                            # (domain, scoring, Questions); these can be gone through again
+    meaning: callable = tuple                              # tokens of a sampled answer -> what it means; None, "": nothing
     stop_ids: tuple = ()                                   # tokens that end an answer
     stop: dict = dataclasses.field(default_factory=dict)   # further arguments of `generate` that do
 
@@ -220,7 +228,8 @@ def answer_positions(questions):
 
 @contextlib.contextmanager
 def finish_the_step():
-    """Ctrl-C waits for the end of the step, so that what is saved is whole: it fills the list that is returned. A second one does not wait."""
+    """Ctrl-C waits for the end of the step, so that what is saved is whole: it fills the list that this yields. A second
+    one does not wait."""
     interrupted = []
 
     def note(signum, frame):
@@ -237,19 +246,23 @@ def finish_the_step():
             signal.signal(signal.SIGINT, before)
 
 
+ELSEWHERE = ("json", "out", "plot", "methods", "seeds", "resume", "save_every", "device", "merge", "of", "command")
+
+
 def settings_of(args):
     """What must be the same for a run to be continued: everything but where things are written and when."""
-    return {k: v for k, v in vars(args).items() if k not in ("json", "out", "plot", "methods", "seeds", "resume", "save_every", "device", "merge", "of",
-                                                   "command")}
+    return {name: value for name, value in vars(args).items() if name not in ELSEWHERE}
 
 
 def save(path, method, args, seed, problem, optimizer, generator, state, trace):
     """Everything that the steps to come depend on, tensors and plain types only, in one move."""
-    carried = {k: dataclasses.asdict(v) if k == "surrogate" else v for k, v in state.items() if k in ("surrogate", "counts", "accuracy")}
-    saved = {"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta, "alpha": problem.alpha, "carried": carried,
-             "optimizer": optimizer.state_dict(), "random": generator.get_state(), "trace": trace}
+    carried = {name: state[name] for name in ("counts", "accuracy") if name in state}
+    if "surrogate" in state:
+        carried["surrogate"] = dataclasses.asdict(state["surrogate"])
     buffer = io.BytesIO()                                  # torch's own writer hides a full disk behind a RuntimeError
-    torch.save(saved, buffer)
+    torch.save({"method": method, "seed": seed, "settings": settings_of(args), "theta": problem.theta,
+                "alpha": problem.alpha, "carried": carried, "optimizer": optimizer.state_dict(),
+                "random": generator.get_state(), "trace": trace}, buffer)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda f: f.write(buffer.getbuffer()))
 
@@ -258,7 +271,7 @@ def read_checkpoint(path, device="cpu"):
     """The dict that `save` wrote; loading it runs no code."""
     try:
         saved = torch.load(path, map_location=device, weights_only=True)
-        missing = {"method", "seed", "settings", "theta", "alpha", "carried", "optimizer", "random", "trace"} - saved.keys()
+        missing = {"method", "seed", "settings", "theta", "alpha", "carried", "optimizer", "random", "trace"} - set(saved)
     except Exception as error:                             # a torn file can make torch raise anything
         raise ValueError(f"{path}: not a checkpoint ({type(error).__name__})") from None
     if missing:
@@ -267,7 +280,8 @@ def read_checkpoint(path, device="cpu"):
 
 
 def restore(path, method, args, seed, problem, optimizer, generator, state):
-    """Put back what `save` wrote and return the trace, one report a finished step; [] if it is another method's or seed's."""
+    """Put back what `save` wrote and return the trace, a report for every finished step; [] if the checkpoint is another
+    method's or seed's."""
     saved = read_checkpoint(path, problem.theta[0].device)
     if (saved["method"], saved["seed"]) != (method, seed):
         return []
@@ -278,23 +292,30 @@ def restore(path, method, args, seed, problem, optimizer, generator, state):
             p.copy_(q)
     optimizer.load_state_dict(saved["optimizer"])
     generator.set_state(saved["random"].cpu())
-    state.update({k: Surrogate(**v) if k == "surrogate" else v for k, v in saved["carried"].items()})
+    state.update(saved["carried"])
+    if "surrogate" in state:
+        state["surrogate"] = Surrogate(**state["surrogate"])
     return saved["trace"]
 
 
 def read_results(args):
     """The rows that an interrupted run left in --out; of its predictions only those of finished methods stay."""
-    path = Path(args.out, "results.json")
+    path, settings = Path(args.out, "results.json"), json.loads(json.dumps(settings_of(args)))
     predictions = path.with_name("predictions.jsonl")
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        same = {k: v for k, v in saved["config"].items() if k in settings_of(args)} == json.loads(json.dumps(settings_of(args)))
-        rows = [{k: math.nan if v is None else v for k, v in row.items()} for row in saved["rows"]]
+        same = {name: saved["config"].get(name) for name in settings} == settings
+        rows = [{key: math.nan if value is None else value for key, value in row.items()} for row in saved["rows"]]
+        table(rows)                                        # has every row what is printed?
         finished = {(row["method"], row["seed"]) for row in rows}
-        with open(predictions, "rb") as f:
-            kept = lambda p: (p["method"], p["seed"]) in finished
-            if same and rank()[0] == 0:                    # the last line may be torn
-                write_atomically(predictions, lambda g: g.writelines(line for line in f if line.endswith(b"\n") and line.strip() and kept(json.loads(line))))
+
+        def stays(line):                                   # the last one may be torn
+            whole = line.endswith(b"\n") and line.strip() and json.loads(line)
+            return whole and (whole["method"], whole["seed"]) in finished
+
+        if same and rank()[0] == 0:
+            with open(predictions, "rb") as lines:
+                write_atomically(predictions, lambda f: f.writelines(filter(stays, lines)))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not the results of a run that can be continued ({error})") from None
     if not same:
@@ -331,27 +352,35 @@ def problem_of(task, adjustment, args, state):
         return parametric_cross_entropy(z, targets, adjustment, label_smoothing=args.label_smoothing)
 
     def mean_over(loss, hidden, *labels):                  # LOGITS_AT_ONCE of them at a time
-        return chunked(loss, task.model.head, hidden, *labels, chunk=max(1, LOGITS_AT_ONCE // task.model.config.vocab_size))
+        places = max(1, LOGITS_AT_ONCE // task.model.config.vocab_size)
+        return chunked(loss, task.model.head, hidden, *labels, chunk=places)
 
-    def lower():                                           # mu makes its minimum one point, not a valley
-        L = data_term(outputs(), state["targets"]) if args.choices else mean_over(data_term, hidden_at(state["ids"], state["mask"]), state["targets"])
-        return whole(state["share"] * L + args.mu / 2 / ranks * sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0)))
+    def lower():
+        if args.choices:
+            L = data_term(outputs(), state["targets"])
+        else:
+            L = mean_over(data_term, hidden_at(state["ids"], state["mask"]), state["targets"])
+        moved = sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0))
+        return whole(state["share"] * L + args.mu / 2 * moved / ranks)     # mu makes the minimum one point, not a valley
+
+    def entropy_term(z):
+        return negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None)
 
     def upper():
-        return whole(state["heldout_share"] * mean_over(lambda z: negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None),
-                                                        hidden_at(state["heldout"], state["heldout_mask"])))
+        return whole(state["heldout_share"] * mean_over(entropy_term, hidden_at(state["heldout"], state["heldout_mask"])))
 
     def draw(generator):
         if args.choices:
             questions = task.choices(args.batch, generator)
+            options = torch.tensor([sum(q.options, []) for q in questions])                  # (B, options), a token each
             (ids, mask), gold = answer_positions(questions), torch.tensor([q.gold for q in questions])
-            new = {"ids": ids, "mask": mask, "targets": gold, "options": torch.tensor([sum(q.options, []) for q in questions])}
+            new = {"ids": ids, "mask": mask, "targets": gold, "options": options}
         else:
             ids, targets = task.batch(args.batch, generator)
             new = {"ids": ids, "mask": targets != IGNORE, "targets": targets}
         new["heldout"], new["heldout_mask"] = task.inputs(args.batch, generator)
         mine = {key: x[number::ranks] for key, x in new.items()}
-        for name, mask in (("share", "mask"), ("heldout_share", "heldout_mask")):          # of the places that count
+        for name, mask in (("share", "mask"), ("heldout_share", "heldout_mask")):          # of the places that count, here
             state[name] = int(mine[mask].sum()) / max(1, int(new[mask].sum()))
         if not args.choices:
             mine["targets"] = mine["targets"][mine["mask"]]                # (N,)
@@ -364,8 +393,8 @@ def fit(task, method, args, seed):
     """Train the adapters and a fresh LogitAdjustment along the method's direction with AdamW; returns the
     adjustment and one report (dict of floats) a step. Every method starts from the same adapters.
 
-    theta's learning rate is constant, then falls to zero over the second half. In the first `wait` and the last `settle`
-    of the steps alpha is held and theta descends L alone: a bilevel solution has theta at its minimum for *this* alpha.
+    theta's learning rate is constant, then falls to zero over the second half. In the first `wait` and the last
+    `settle` of the steps alpha is held and theta descends L alone: in a solution theta is at its minimum for *this* alpha.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -375,14 +404,15 @@ def fit(task, method, args, seed):
     adjustment = LogitAdjustment(task.model.config.vocab_size, args.mode).to(task.model.embed_tokens.weight.device)
     with torch.no_grad():
         adjustment.log_scale.fill_(-math.log(args.temperature))
-    state = {}                                             # the step's data, and what the method carries from step to step
+    state = {}                                             # the step's data, and what a method carries through the steps
     problem, draw = problem_of(task, adjustment, args, state)
     theta, alpha, direction = problem.theta, problem.alpha, METHODS[method.split("/")[0]].direction
     optimizer = torch.optim.AdamW([{"params": theta}, {"params": alpha, "lr": args.alpha_lr}], weight_decay=0.0)
     trace, checkpoint = [], Path(args.out or "", "checkpoint.pt")
     if args.resume and checkpoint.is_file():
         trace = restore(checkpoint, method, args, seed, problem, optimizer, generator, state)
-    with tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None) as bar, finish_the_step() as interrupted:
+    steps = tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None)
+    with steps as bar, finish_the_step() as interrupted:
         for step in bar:
             held = not args.steps * args.wait <= step < args.steps * (1 - args.settle)
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
@@ -391,8 +421,9 @@ def fit(task, method, args, seed):
             d_theta, d_alpha, report = (ft_direction if held else direction)(problem, args, state)
             for key in ("lower", "upper"):
                 if not math.isfinite(report.get(key, 0.0)):
-                    raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; try a smaller --lr or --alpha-lr"
-                                             + (f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""))
+                    last = f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""
+                    raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; "
+                                             f"try a smaller --lr or --alpha-lr{last}")
             if args.check and step % args.check == args.check - 1 and not held:
                 truth, reference = hypergradient(problem, args)
                 h = report.get("direction", flatten(d_alpha, alpha))
@@ -400,7 +431,8 @@ def fit(task, method, args, seed):
             for p, d in zip(theta + alpha, d_theta + (d_alpha if not held else [None] * len(alpha))):
                 p.grad = d                                 # without one AdamW passes over a parameter
             optimizer.step()
-            trace.append({k: v for k, v in report.items() if isinstance(v, float)} | {"log_scale": adjustment.log_scale.mean().item()})
+            trace.append({key: value for key, value in report.items() if isinstance(value, float)})
+            trace[-1]["log_scale"] = adjustment.log_scale.mean().item()
             bar.set_postfix({k: f"{v:.3f}" for k, v in trace[-1].items()})
             stop = summed(torch.tensor(float(len(interrupted)))) > 0       # anywhere
             if args.out and (stop or args.save_every and (step + 1) % args.save_every == 0) and rank()[0] == 0:
@@ -408,7 +440,8 @@ def fit(task, method, args, seed):
             if stop:
                 raise KeyboardInterrupt
     if not all(p.isfinite().all() for p in theta + alpha):
-        raise FloatingPointError(f"{method}: a parameter is not finite after the last step; try a smaller --lr or --alpha-lr")
+        raise FloatingPointError(f"{method}: a parameter is not finite after the last step; "
+                                 "try a smaller --lr or --alpha-lr")
     return adjustment, trace
 
 
@@ -439,13 +472,14 @@ def score_options(model, adjustment, questions, rule="sum", tokens_at_once=4096)
     jobs.sort(key=lambda job: len(job[2]))                 # batches of like lengths waste no padding
     number, ranks = rank()
     scores, longest, jobs = equal_scores(questions), len(jobs[-1][2]), jobs[number::ranks]
-    with tqdm(total=len(jobs), desc="scoring", leave=False, disable=True if longest < 8 else None) as bar:   # not for the toy
+    with tqdm(total=len(jobs), desc="scoring", leave=False, disable=True if longest < 8 else None) as bar:  # not the toy
         while jobs:
             size = max(1, tokens_at_once // len(jobs[-1][2]))
             chunk, jobs = jobs[-size:], jobs[:-size]       # longest first: memory peaks at once, not late
             ids, _ = collate([run for _, _, run in chunk])
             hidden = model.hidden(ids.to(device))          # (B, T, C)
-            rows, columns, entries = [], [], []            # where tokens are predicted; (question, option, which place, token)
+            rows, columns = [], []                         # where tokens are predicted
+            entries = []                                   # (question, option, which of these places, token)
             for row, (i, options, _) in enumerate(chunk):
                 q, first = questions[i], len(rows)
                 depth = max(len(q.options[j]) for j in options)
@@ -534,9 +568,10 @@ def toy_task(args, seed, trained="A"):
             return [x[rows] for x in pool]
         return again
 
-    return Task(model, add_lora(model, args.rank, args.lora_alpha), few(lambda n, g: world.sentences(n, trained, "train", g)), few(inputs),
-                lambda n, g: world.questions(n, trained, "train", g), valid, tests,
-                lambda answer: world.meaning.get(tuple(answer), tuple(answer) or None), (world.END,))
+    return Task(model, add_lora(model, args.rank, args.lora_alpha),
+                batch=few(lambda n, g: world.sentences(n, trained, "train", g)), inputs=few(inputs),
+                choices=lambda n, g: world.questions(n, trained, "train", g), valid=valid, tests=tests,
+                meaning=lambda answer: world.meaning.get(tuple(answer), tuple(answer) or None), stop_ids=(world.END,))
 
 
 # --- A real model's task -------------------------------------------------------------------------
@@ -544,32 +579,38 @@ def toy_task(args, seed, trained="A"):
 HOLDS = {"mcqa": "multiple-choice questions", "qa": "open questions", "instructions": "instructions"}
 
 
-def real_task(args, seed):
-    """A Hugging Face model and files of questions. The training file, of any kind, is domain A; every --eval file is tested
-    without the questions (by text) that were used to train, to fit T or in the upper level. The upper level looks at
-    one position of a held-out prompt: its last, where the answer starts."""
-    prompter, generator = Prompter(args.model), torch.Generator().manual_seed(seed)
+def real_rows(args, generator):
+    """The rows of --train and --eval -> the kind of the first, its parts {"training", "held-out" (the upper level's inputs),
+    "validation" (T's)}, and the test sets, {name: (rows, the scorings that fit them)}.
+
+    The rest of the training file is the test set "id", unless there is nothing to test in it. No test set has a question
+    (by its text) of the three parts.
+    """
     kinds = {path: kind_of(path) for path in [args.train, *args.eval]}
+    fitting = {"mcqa": args.scoring, "qa": [s for s in args.scoring if s == "open"], "instructions": []}
     kind = kinds[args.train]
-    scorings = {path: {"mcqa": args.scoring, "qa": [s for s in args.scoring if s == "open"], "instructions": []}[kinds[path]] for path in kinds}
     for path in args.eval:
-        if not scorings[path]:
-            raise ValueError(f"{path}: holds {HOLDS[kinds[path]]}, which {'need --scoring open' if kinds[path] == 'qa' else 'can be trained on, not tested'}")
-    if not scorings[args.train] and not args.eval:
+        if not fitting[kinds[path]]:
+            need = "need --scoring open" if kinds[path] == "qa" else "can be trained on, not tested"
+            raise ValueError(f"{path}: holds {HOLDS[kinds[path]]}, which {need}")
+    if not fitting[kind] and not args.eval:
         raise ValueError(f"{args.train}: holds {HOLDS[kind]}, so what is tested must come from --eval")
     if kind != "mcqa" and any(its.choices for its in args.of.values()):
         raise ValueError(f"{args.train}: cft trains on option letters, and this file holds {HOLDS[kind]}")
+
     rows = ({**row, "id": i} for i, row in enumerate(stream(args.train, kind, args.skip_bad)))
     unique = list({question_key(row): row for row in rows}.values())
-    n, tenths = len(unique), 6 if scorings[args.train] else 8
+    n, tenths = len(unique), 6 if fitting[kind] else 8
     if n < 10:
         raise ValueError(f"{args.train}: {n} different questions are too few to split")
     unique = sample(unique, n, generator)
-    cuts = [n * i // 10 for i in (0, tenths, tenths + 1, tenths + 2, 10)]        # train, inputs of the upper level, T's, test
-    train, heldout, valid, test = (unique[a:b] for a, b in zip(cuts, cuts[1:]))
-    train, heldout, valid, test = train[:args.train_limit], heldout[:args.limit], valid[:args.limit], test[:args.limit]
-    used = {question_key(row) for row in train + heldout + valid}
-    tests, dropped = {"id": (args.train, test)} if scorings[args.train] else {}, collections.Counter()
+    cuts = [n * i // 10 for i in (0, tenths, tenths + 1, tenths + 2, 10)]
+    limits = (args.train_limit, args.limit, args.limit, args.limit)
+    train, heldout, valid, test = (unique[a:b][:limit] for a, b, limit in zip(cuts, cuts[1:], limits))
+    parts = {"training": train, "held-out": heldout, "validation": valid}
+
+    used = {question_key(row) for rows in parts.values() for row in rows}
+    tests, dropped = {"id": (test, fitting[kind])} if fitting[kind] else {}, collections.Counter()
 
     def unused(path):
         for i, row in enumerate(stream(path, kinds[path], args.skip_bad)):
@@ -582,48 +623,65 @@ def real_task(args, seed):
         name = Path(path).name.split(".")[0]
         if name in tests:
             raise ValueError(f"{path}: another test set is called {name!r} already")
-        tests[name] = path, sample(unused(path), args.limit, generator)
+        tests[name] = sample(unused(path), args.limit, generator), fitting[kinds[path]]
         if dropped[path]:
             print(f"{path}: {dropped[path]} rows left out, their questions are among the training or held-out ones")
-    for name, (_, rows) in tests.items():
-        check_disjoint(training=train, heldout=heldout, valid=valid, **{f"{name} test": rows})
+    for name, (rows, _) in tests.items():
+        check_disjoint(**parts, **{f"{name} test": rows})
         if not rows:
             raise ValueError(f"{name}: no question is left to evaluate")
+    return kind, parts, tests
 
+
+def real_task(args, seed):
+    """A Hugging Face model, and files of questions: the training file, of any kind, is domain A. The upper level looks at
+    one position of a held-out prompt: its last, where the answer starts."""
+    prompter, generator = Prompter(args.model), torch.Generator().manual_seed(seed)
+    kind, parts, tests = real_rows(args, generator)
     model = Transformer.from_pretrained(args.model, dtype=getattr(torch, args.dtype), device=args.device)
-    form_of = lambda scoring: scoring.split("-")[0] if kind == "mcqa" else "open"         # "text-sum" and "text-char" ask alike
-    room = lambda form: model.config.max_position_embeddings - (args.answer_tokens if form == "open" else 0)
+    room = {form: model.config.max_position_embeddings - (args.answer_tokens if form == "open" else 0)     # for a prompt
+            for form in ("letter", "text", "open")}
+
+    def form_of(scoring):                                  # "text-sum" and "text-char" ask alike
+        return scoring.split("-")[0] if kind == "mcqa" else "open"
 
     def ask(rows, form, what):
-        questions, fitting, last = Asked(rows, prompter, form, room(form)), 0, 0
+        """The rows as `Questions`, once they are known to fit the model."""
+        questions, fitting, last = Asked(rows, prompter, form, room[form]), 0, 0
         for q in questions:
             fitting, last = fitting + 1, max(last, *q.prompt, *sum(q.options, []))
         if fitting < len(rows):
-            print(f"{what}, {form}: {len(rows) - fitting} questions left out, longer than the context of {room(form)} tokens")
+            print(f"{what}, {form}: {len(rows) - fitting} questions left out, longer than the context of {room[form]} tokens")
         if last >= model.config.vocab_size:
-            raise ValueError(f"{args.model}: the tokenizer has token {last}, the model's vocabulary ends at {model.config.vocab_size - 1}")
+            raise ValueError(f"{args.model}: the tokenizer has token {last}, "
+                             f"the model's vocabulary ends at {model.config.vocab_size - 1}")
         if not fitting:
-            raise ValueError(f"{what}: no question fits into the context of {room(form)} tokens")
+            raise ValueError(f"{what}: no question fits into the context of {room[form]} tokens")
         return questions
 
-    inputs_of = [q for scoring in args.scoring for q in ask(heldout, form_of(scoring), "held-out")]
-    valid_of = {scoring: ask(valid, form_of(scoring), "validation") for scoring in args.scoring}
-    tests = [(name, scoring, ask(rows, scoring.split("-")[0], name)) for name, (path, rows) in tests.items() for scoring in scorings[path]]
+    valid = {scoring: ask(parts["validation"], form_of(scoring), "validation") for scoring in args.scoring}
+    heldout = [q for scoring in args.scoring for q in ask(parts["held-out"], form_of(scoring), "held-out")]
+    tests = [(name, scoring, ask(rows, scoring.split("-")[0], name)) for name, (rows, fitting) in tests.items()
+             for scoring in fitting]
     forms = sorted({form_of(scoring) for scoring in args.scoring})
 
     def draw(n, g, forms):
-        questions, misses = [], 0
-        while len(questions) < n:                                 # what is longer than the context is drawn again
-            row, form = train[int(torch.randint(len(train), (), generator=g))], forms[len(questions) % len(forms)]
-            fitting, too_long = within_context([prompter.question(row, form)], room(form))
+        questions, misses, rows = [], 0, parts["training"]
+        while len(questions) < n:                          # what is longer than the context is drawn again
+            row, form = rows[int(torch.randint(len(rows), (), generator=g))], forms[len(questions) % len(forms)]
+            fitting, too_long = within_context([prompter.question(row, form)], room[form])
             questions += fitting
             misses = misses + too_long if too_long else 0
             if misses == 1000:
-                raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of {room(form)} tokens")
+                raise ValueError(f"{args.train}: 1000 training questions in a row do not fit into the context of "
+                                 f"{room[form]} tokens")
         return questions
 
-    batch = lambda n, g: supervise([(q.prompt, q.options[q.gold]) for q in draw(n, g, forms)])
-    inputs = lambda n, g: answer_positions([inputs_of[i] for i in torch.randint(len(inputs_of), (n,), generator=g).tolist()])
+    def batch(n, g):
+        return supervise([(q.prompt, q.options[q.gold]) for q in draw(n, g, forms)])
+
+    def inputs(n, g):
+        return answer_positions([heldout[i] for i in torch.randint(len(heldout), (n,), generator=g).tolist()])
 
     def choices(n, g):
         questions = draw(n, g, ["letter"])
@@ -631,15 +689,18 @@ def real_task(args, seed):
             raise ValueError(f"{args.train}: cft needs questions that all have as many options")
         return questions
 
-    print(f"{args.model}: prompts in {prompter.form} form; {len(train)} training, {len(heldout)} held-out, {len(valid)} validation questions")
+    print(f"{args.model}: prompts in {prompter.form} form; "
+          + ", ".join(f"{len(rows)} {name}" for name, rows in parts.items()) + " questions")
     if args.show_prompt:
         for name, scoring, questions in tests[:len(args.scoring)]:
             print(f"\n{name}, {scoring} scoring\n{prompter.show(next(iter(questions)))}")
     if args.quantize:
         quantize_base(model)
-    first_line = {"stop": ("\n",), "decode": lambda tokens: prompter.tokenizer.decode(tokens).lstrip()}
-    return Task(model, add_lora(model, args.rank, args.lora_alpha, args.targets.split(",")), batch, inputs, choices, valid_of, tests,
-                lambda tokens: first_line["decode"](tokens).partition("\n")[0], prompter.stop_ids, first_line)
+    text = lambda tokens: prompter.tokenizer.decode(tokens).lstrip()
+    adapters = add_lora(model, args.rank, args.lora_alpha, args.targets.split(","))
+    return Task(model, adapters, batch, inputs, choices, valid, tests,
+                meaning=lambda tokens: text(tokens).partition("\n")[0],    # an answer ends with its first line
+                stop_ids=prompter.stop_ids, stop={"stop": ("\n",), "decode": text})
 
 
 # --- Methods over tasks --------------------------------------------------------------------------
@@ -651,10 +712,11 @@ def gold_of(questions):
 
 def scores_of(task, adjustment, questions, scoring):
     """`score_options` by the rule a scoring names: "text-char" divides by characters, "letter" and "open" by nothing."""
-    return score_options(task.model, adjustment, questions, scoring.split("-")[1] if "-" in scoring else "sum")
+    rule = scoring.split("-")[1] if "-" in scoring else "sum"
+    return score_options(task.model, adjustment, questions, rule)
 
 
-QUESTIONS_AT_ONCE = 1024                                   # put into tokens and scored; results are kept, they are small
+QUESTIONS_AT_ONCE = 1024                                   # put into tokens and scored; only results are kept
 LOGITS_TO_FIT = 2 ** 26                                    # answer tokens x vocabulary from which T is fitted: 256 MB
 
 
@@ -672,7 +734,7 @@ def joined(parts):
 
 @torch.no_grad()
 def answer_logits(model, questions):
-    """Logits (N, V) where the tokens of the right answers are predicted, and these tokens (N,): the first LOGITS_TO_FIT / V."""
+    """Logits (N, V) where the tokens of the right answers are predicted, and these tokens, (N,): LOGITS_TO_FIT / V at most."""
     logits, tokens, most = [], [], LOGITS_TO_FIT // model.config.vocab_size
     for q in questions:
         ids, targets = (x.to(model.embed_tokens.weight.device) for x in supervise([(q.prompt, q.options[q.gold])]))
@@ -691,15 +753,9 @@ def temperature_of(task, questions, scoring):
     return fit_temperature(joined([scores for scores, _ in parts]), torch.cat([gold for _, gold in parts]))
 
 
-def sampled(task, questions, args, adjustment, T, label):
-    """Yield (question, --samples answers in the model's own words, as the task means them)."""
-    for i, q in enumerate(tqdm(questions, desc=f"{label}: answers", leave=False, disable=None)):
-        yield q, [task.meaning(answer) for answer in generate(task.model, q.prompt, args.answer_tokens, T, args.samples, adjustment,
-                                                              task.stop_ids, seed=i, **task.stop)]
-
-
 def train_method(task, method, args, seed):
-    """Bring the task's model to where `method` takes it. Returns the adjustment and the trace; None and [] if it trains nothing."""
+    """Bring the task's model to where `method` takes it. Returns the adjustment and the trace; None and [] for a method that
+    trains nothing."""
     with torch.no_grad():
         for key, p in task.adapters.items():
             if "lora_B" in key:
@@ -713,50 +769,71 @@ def train_method(task, method, args, seed):
         if args.merge:
             save_pretrained(task.model, folder / "merged", adjustment)
             print(f"{folder / 'merged'}: a full model, LoRA and exp(log_scale) in its weights" + (
-                "; the offset is lm_head.bias: a reader that knows no bias there, as transformers, ignores it and predicts "
-                "softmax(exp(log_scale) z)" if adjustment.offset.any() else ", complete for any reader"))
+                "; the offset is lm_head.bias: a reader that knows no bias there, as transformers, ignores it and "
+                "predicts softmax(exp(log_scale) z)" if adjustment.offset.any() else ", complete for any reader"))
     return adjustment, trace
 
 
+def answer_by_option(task, questions, scoring, adjustment, T, uniform, tell):
+    """The row of metrics of options scored by the model, and confidence and correctness, (n,) each."""
+    scores, gold = [], []
+    for part in parts_of(questions):
+        scores.append(equal_scores(part) if uniform else scores_of(task, adjustment, part, scoring) / T)
+        for q, p in zip(part, scores[-1].softmax(-1)):
+            tell(len(gold), q, probabilities=p[:len(q.options)].tolist(), choice=int(p.argmax()), gold=q.gold)
+            gold.append(q.gold)
+    p, gold = joined(scores).softmax(-1), torch.tensor(gold)               # (n, most options), (n,)
+    confidence, correct = p.max(-1).values, p.argmax(-1) == gold
+    low, high = bootstrap_interval(ece, confidence, correct, trials=200)
+    return {**evaluate(p, gold), "conf_ece_low": low, "conf_ece_high": high}, confidence, correct
+
+
+def answer_in_words(task, questions, args, adjustment, T, label, tell):
+    """The same of sampled answers, grouped by meaning; confidence and correctness of the questions that have an answer."""
+    classes, golds = [], []
+    for i, q in enumerate(tqdm(questions, desc=f"{label}: answers", leave=False, disable=None)):
+        drawn = generate(task.model, q.prompt, args.answer_tokens, T, args.samples, adjustment, task.stop_ids, seed=i,
+                         **task.stop)
+        answers = [task.meaning(answer) for answer in drawn]
+        classes.append(group_answers(answers, q.answers) if q.answers else answers)
+        golds.append(q.answers[0] if q.answers else q.options[q.gold][0])
+        choice, confidence = semantic_confidence(classes[-1])
+        tell(i, q, samples=answers, classes=classes[-1], choice=choice,
+             confidence=None if choice is None else confidence, gold=golds[-1])
+    confidence, correct, _ = modal_answers(classes, golds)
+    return evaluate_open(classes, golds), confidence, correct
+
+
 def run_method(task, method, args, seed, note=lambda prediction: None):
-    """One method on one task: a row of numbers and (title, confidence, correct) for every test set, and the trace. `note` is
-    given a dict a question as soon as it is answered."""
+    """One method on one task: a row of numbers and (title, confidence, correct) for every test set, and the trace. `note`
+    is given a dict a question as soon as it is answered."""
     adjustment, trace = train_method(task, method, args, seed)
-    mean = lambda key: (lambda v: {key: sum(v) / len(v)} if v else {})([step[key] for step in trace if not math.isnan(step.get(key, math.nan))])
-    learnt = {"log_scale": trace[-1]["log_scale"], **mean("cosine"), **mean("relative_error"), **mean("gauss_newton")} if trace else {}
+    learnt = {"log_scale": trace[-1]["log_scale"]} if trace else {}
+    for key in ("cosine", "relative_error", "gauss_newton"):               # the mean over the steps that were looked at
+        known = [step[key] for step in trace if not math.isnan(step.get(key, math.nan))]
+        if known:
+            learnt[key] = sum(known) / len(known)
     rows, panels = [], []
     for domain, scoring, questions in task.tests:
+        if (method, scoring) == ("uniform", "open"):
+            continue
         about, T = {"method": method, "seed": seed, "domain": domain, "scoring": scoring}, 1.0
         if args.train_domain != "A":
             about["trained_on"] = args.train_domain
         if method in ("ts", "ts-oracle"):
             T = temperature_of(task, task.valid[scoring] if method == "ts" else questions, scoring)
             learnt = {"temperature": T}
-        tell = lambda i, q, **answer: note({**about, "domain": f"{domain}, {scoring}", "id": i if q.id is None else q.id, **answer})
-        if scoring == "open" and method != "uniform":
-            classes, golds = [], []
-            for i, (q, answers) in enumerate(sampled(task, questions, args, adjustment, T, method)):
-                classes.append(group_answers(answers, q.answers) if q.answers else answers)
-                golds.append(q.answers[0] if q.answers else q.options[q.gold][0])
-                choice, confidence = semantic_confidence(classes[-1])
-                tell(i, q, samples=answers, classes=classes[-1], choice=choice, confidence=None if choice is None else confidence, gold=golds[-1])
-            rows.append({**about, **evaluate_open(classes, golds), **learnt})
-            confidence, correct, _ = modal_answers(classes, golds)
-        elif scoring != "open":
-            scores, gold = [], []
-            for part in parts_of(questions):
-                scores.append(equal_scores(part) if method == "uniform" else scores_of(task, adjustment, part, scoring) / T)
-                for q, p in zip(part, scores[-1].softmax(-1)):
-                    tell(len(gold), q, probabilities=p[:len(q.options)].tolist(), choice=int(p.argmax()), gold=q.gold)
-                    gold.append(q.gold)
-            p, gold = joined(scores).softmax(-1), torch.tensor(gold)       # (n, most options), (n,)
-            confidence, correct = p.max(-1).values, p.argmax(-1) == gold
-            low, high = bootstrap_interval(ece, confidence, correct, trials=200)
-            rows.append({**about, **evaluate(p, gold), "conf_ece_low": low, "conf_ece_high": high, **learnt})
+
+        def tell(i, q, **answer):
+            note({**about, "domain": f"{domain}, {scoring}", "id": i if q.id is None else q.id, **answer})
+
+        if scoring == "open":
+            numbers, *panel = answer_in_words(task, questions, args, adjustment, T, method, tell)
         else:
-            continue
-        if len(confidence):                                # some answer was not empty
-            panels.append((f"{method}, {domain}, {scoring}", confidence, correct))
+            numbers, *panel = answer_by_option(task, questions, scoring, adjustment, T, method == "uniform", tell)
+        rows.append({**about, **numbers, **learnt})
+        if len(panel[0]):                                  # some answer was not empty
+            panels.append((f"{method}, {domain}, {scoring}", *panel))
     return rows, panels, trace
 
 
@@ -765,81 +842,51 @@ OPEN_COLUMNS = ["accuracy", "confidence", "sem_ece", "sem_ece_split"]
 
 
 def table(rows):
-    """The rows as text, a section for each test set. One seed: conf_ece with its bootstrap interval. Several:
-    mean +- standard deviation, and in how many of them the calibration error is below that of aligned, and of ts."""
-    lines = []
-    section = lambda row: (row.get("trained_on", "A"), row["scoring"], row["domain"])
-    for here in ([row for row in rows if section(row) == key] for key in dict.fromkeys(map(section, rows))):
-        trained, scoring, domain = section(here[0])
+    """The rows as text, a section for each test set. One seed: the calibration error with its bootstrap interval. Several:
+    mean +- standard deviation, and in how many of them the error is below that of aligned, and of ts."""
+    lines, sections = [], {}
+    for row in rows:
+        sections.setdefault((row.get("trained_on", "A"), row["scoring"], row["domain"]), []).append(row)
+    for (trained, scoring, domain), here in sections.items():
         columns, error = (OPEN_COLUMNS, "sem_ece") if scoring == "open" else (COLUMNS, "conf_ece")
         if any("cosine" in row for row in here):           # --check
             columns = ["accuracy", "conf_ece", "nll", "log_scale", "cosine", "relative_error"]
         n, seeds = "/".join(sorted({str(row["n"]) for row in here})), len({row["seed"] for row in here})
-        of = lambda method: {row["seed"]: row[error] for row in here if row["method"] == method}
-        rivals = [name for name in ("aligned", "ts") if seeds > 1 and of(name)]
-        width = max(16, *(len(row["method"]) + 2 for row in here))
-        lines.append(f"\n{domain}, {scoring} scoring, n = {n}" + (", trained on B and aligned on A" if trained == "B" else ""))
-        lines.append(f"  {'method':{width}s}" + "".join(f"{column:>{22 if column == error else 17}s}" for column in columns)
+        of = {}                                            # method -> its rows
+        for row in here:
+            of.setdefault(row["method"], []).append(row)
+        errors = {method: {row["seed"]: row[error] for row in its} for method, its in of.items()}
+        rivals = [name for name in ("aligned", "ts") if seeds > 1 and name in of]
+        width = max(16, *(len(method) + 2 for method in of))
+        widths = {column: 22 if column == error else 17 for column in columns}
+
+        lines.append(f"\n{domain}, {scoring} scoring, n = {n}" + ", trained on B and aligned on A" * (trained == "B"))
+        lines.append(f"  {'method':{width}s}" + "".join(f"{column:>{widths[column]}s}" for column in columns)
                      + "".join(f"{'< ' + name:>11s}" for name in rivals))
-        for method in dict.fromkeys(row["method"] for row in here):
+        for method, its in of.items():
             line = f"  {method:{width}s}"
             for column in columns:
-                values = [row[column] for row in here if row["method"] == method and column in row]
+                values = [row[column] for row in its if column in row]
                 mean = sum(values) / max(1, len(values))   # statistics.mean and stdev know no NaN
                 deviation = (sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)) ** 0.5
                 cell = "-" if not values else f"{mean:.3f}" + (f" +- {deviation:.3f}" if len(values) > 1 else "")
                 if column == error and seeds == 1:
-                    row, = (row for row in here if row["method"] == method)
-                    cell += f" [{row[f'{error}_low']:.3f}, {row[f'{error}_high']:.3f}]"
-                line += cell.rjust(22 if column == error else 17)
+                    cell += f" [{its[0][f'{error}_low']:.3f}, {its[0][f'{error}_high']:.3f}]"
+                line += cell.rjust(widths[column])
             for name in rivals:
-                wins = sum(value < of(name)[seed] for seed, value in of(method).items() if seed in of(name))
+                wins = sum(value < errors[name][seed] for seed, value in errors[method].items() if seed in errors[name])
                 line += f"{'-' if method == name else f'{wins} of {seeds}':>11s}"
             lines.append(line)
-        for method in dict.fromkeys(row["method"] for row in here if "temperature" in row):
-            lines.append(f"  T of {method}: " + ", ".join(f"{row['temperature']:.2f}" for row in here if row["method"] == method))
+        for method, its in of.items():
+            if "temperature" in its[0]:
+                lines.append(f"  T of {method}: " + ", ".join(f"{row['temperature']:.2f}" for row in its))
     return "\n".join(lines)
 
 
 def document(args, rows, **more):
-    """{"config", "rows"} as JSON, which knows no NaN and no infinity: both become null."""
-    rows = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in rows]
-    config = {k: v for k, v in vars(args).items() if k not in ("json", "out", "plot", "of", "command")}
-    return json.dumps({"command": args.command, "config": config, "rows": rows, **more}, indent=1)
-
-
-def plot(folder, rows, panels, traces):
-    """Three PNGs: reliability diagrams, CALM's way through its steps, and accuracy against calibration error."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    if panels:
-        plot_reliability(panels, Path(folder) / "reliability.png")
-    if traces:
-        keys = ("upper", "lower", "lam", "log_scale")
-        figure = Figure(figsize=(12, 3), dpi=150, layout="constrained")
-        for ax, key, title in zip(figure.subplots(1, 4), keys, ("F, minus the entropy", "L, the training loss", "lambda", "mean log_scale")):
-            for method, trace in traces.items():
-                points = [(i, step[key]) for i, step in enumerate(trace) if key in step]
-                if points:
-                    ax.plot(*zip(*points), label=method, linewidth=0.8)
-            ax.set(title=title, xlabel="step")
-            ax.set_yscale("symlog" if key == "lam" else "linear")
-        ax.legend(fontsize=7)
-        figure.savefig(Path(folder) / "trajectory.png")
-    tests = [key for key in dict.fromkeys((row["domain"], row["scoring"]) for row in rows) if key[1] != "open"]
-    if tests:
-        figure = Figure(figsize=(6 * len(tests), 5), dpi=150, layout="constrained")
-        for ax, (domain, scoring) in zip(figure.subplots(1, len(tests), squeeze=False)[0], tests):
-            here = [row for row in rows if (row["domain"], row["scoring"]) == (domain, scoring) and row["method"] != "uniform"]
-            names = list(dict.fromkeys(row["method"].split("/")[0] for row in here))
-            for i, name in enumerate(names):
-                mean = lambda method, key: (lambda v: sum(v) / len(v))([row[key] for row in here if row["method"] == method])
-                points = sorted((mean(m, "conf_ece"), mean(m, "accuracy")) for m in {row["method"] for row in here} if m.split("/")[0] == name)
-                ax.plot(*zip(*points), "-", color=matplotlib.colormaps["tab20"](i % 20), marker="os^vDPX*<>phd"[i % 13], label=name, linewidth=0.8)
-            ax.set(title=f"{domain}, {scoring} scoring", xlabel="conf-ECE", ylabel="accuracy")
-        ax.legend(fontsize=7)
-        figure.savefig(Path(folder) / "pareto.png")
+    """What --json holds: how the run was started, and its rows."""
+    config = {name: value for name, value in vars(args).items() if name not in ("json", "out", "plot", "of", "command")}
+    return {"command": args.command, "config": config, "rows": rows, **more}
 
 
 def run(args, kept):
@@ -854,28 +901,34 @@ def run(args, kept):
         for method in args.methods:
             if any((row["method"], row["seed"]) == (method, seed) for row in rows):
                 continue                                   # --resume: it had finished
-            with tempfile.TemporaryFile() as lines:        # --out has the predictions of a method that has finished, or none
+            with tempfile.TemporaryFile() as lines:        # --out has all predictions of a method, or none
                 note = lambda prediction: writes and lines.write((json.dumps(prediction) + "\n").encode("utf-8"))
                 new, panels, trace = run_method(task, method, args.of[method], seed, note)
                 rows += new
-                errors = ", ".join(f"{r['domain']} {r['scoring']} {r.get('conf_ece', r.get('sem_ece')):.3f}" for r in new)
-                print(f"seed {seed}, {method}: error {errors}", flush=True)
+                errors = [f"{r['domain']} {r['scoring']} {r.get('conf_ece', r.get('sem_ece')):.3f}" for r in new]
+                print(f"seed {seed}, {method}: error {', '.join(errors)}", flush=True)
                 if writes:
                     results.parent.mkdir(parents=True, exist_ok=True)
                     with open(results.with_name("predictions.jsonl"), "ab" if begun else "wb") as f:
                         lines.seek(0)
                         shutil.copyfileobj(lines, f)
-                    write(results, document(args, rows))
+                    write_json(results, document(args, rows))
                     begun, kept[:] = True, [results]
             if seed == args.world_seed and method in ("aligned", "ts", "calm", "calm-persistent"):
                 shown += [panel for panel in panels if panel[0].endswith(args.scoring[0])]
             if seed == args.world_seed and "calm" in method:
                 traces[method] = trace
     if args.json is not None:
-        write(args.json, document(args, rows))
+        write_json(args.json, document(args, rows))
     if args.plot:
-        plot(args.plot, rows, shown, traces)
-    print("\n\n".join(["", *(reliability_diagram(confidence, correct, title=title) for title, confidence, correct in shown)]))
+        folder, choices = Path(args.plot), [row for row in rows if "conf_ece" in row and row["method"] != "uniform"]
+        folder.mkdir(parents=True, exist_ok=True)
+        for draw, what, name in ((plot_reliability, shown, "reliability"), (plot_steps, traces, "trajectory"),
+                                 (plot_accuracy, choices, "pareto")):
+            if what:
+                draw(what, folder / f"{name}.png")
+    for title, confidence, correct in shown:
+        print("\n" + reliability_diagram(confidence, correct, title=title))
     print(table(rows), flush=True)
 
 
@@ -885,7 +938,7 @@ LEARNING_RATES = (1e-3, 3e-3)
 
 
 def settings_to_try(method, args):
-    """On the toy a method without a slash stands for six settings of it: three strengths by two learning rates of theta."""
+    """On the toy a method without a slash stands for six settings of it: three strengths, two learning rates of theta."""
     if args.model or "/" in method or not METHODS[method]:
         return [method]
     flag, *strengths = METHODS[method].strengths
@@ -893,13 +946,13 @@ def settings_to_try(method, args):
 
 
 def select(args):
-    """Of several settings of a method the best, by domain A's validation questions, which no loss has seen, over the worlds
-    (real: splits of the file) of --world-seed and --seeds.
+    """Of several settings of a method the best, by domain A's validation questions, which no loss has seen, over the
+    worlds (real: splits of the file) of --world-seed and --seeds.
 
-    The rule on the toy, where A is calibrated and the best for A alone were to do nothing: among the settings whose mean
-    conf-ECE is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose answers have the
-    most entropy - how much uncertainty does it buy for what A may lose? - and if there is none, the one with the lowest
-    conf-ECE. The rule for a real model, which is not calibrated on A: the lowest NLL.
+    The rule on the toy, where A is calibrated and the best for A alone were to do nothing: among the settings whose
+    mean conf-ECE is at most 0.05 and whose mean accuracy is at most 0.01 below the aligned model's, the one whose
+    answers have the most entropy - how much uncertainty does it buy for what A may lose? - and if there is none, the
+    one with the lowest conf-ECE. The rule for a real model, which is not calibrated on A: the lowest NLL.
     """
     if not args.model:
         torch.set_num_threads(1)
@@ -912,28 +965,36 @@ def select(args):
         for method in args.methods:
             adjustment, _ = train_method(task, method, args.of[method], seed)
             p = scores_of(task, adjustment, questions, scoring).softmax(-1)
-            found[method].append({**evaluate(p, gold_of(questions)), "entropy": float(torch.special.entr(p).sum(-1).mean())})
+            entropy = float(torch.special.entr(p).sum(-1).mean())
+            found[method].append({**evaluate(p, gold_of(questions)), "entropy": entropy})
+    keys = ("conf_ece", "accuracy", "nll", "entropy")
     rows = [{"method": name, "flags": " ".join("--" + setting.replace("=", " ") for setting in settings),
-             **{k: sum(r[k] for r in found[method]) / args.seeds for k in ("conf_ece", "accuracy", "nll", "entropy")}}
+             **{key: sum(row[key] for row in found[method]) / args.seeds for key in keys}}
             for method in args.methods for name, *settings in [method.split("/")]]
     chosen = {}
     for name in dict.fromkeys(row["method"] for row in rows[1:]):
         here = [row for row in rows if row["method"] == name]
         allowed = [row for row in here if row["conf_ece"] <= 0.05 and row["accuracy"] >= rows[0]["accuracy"] - 0.01]
-        best = min(here, key=lambda row: row["nll"]) if args.model else max(allowed, key=lambda row: row["entropy"]) if allowed else \
-            min(here, key=lambda row: row["conf_ece"])
+        if args.model:
+            best = min(here, key=lambda row: row["nll"])
+        elif allowed:
+            best = max(allowed, key=lambda row: row["entropy"])
+        else:
+            best = min(here, key=lambda row: row["conf_ece"])
         chosen[name] = best["flags"]
-    print("validation questions of domain A\n" + "\n".join(
-        f"  {row['method']:16s} {row['flags']:38s}" + "".join(f" {key} {row[key]:.3f}" for key in ("conf_ece", "accuracy", "nll", "entropy"))
-        + ("  <- chosen" if chosen.get(row["method"]) == row["flags"] else "") for row in rows))
+    print("validation questions of domain A")
+    for row in rows:
+        print(f"  {row['method']:16s} {row['flags']:38s}" + "".join(f" {key} {row[key]:.3f}" for key in keys)
+              + "  <- chosen" * (chosen.get(row["method"]) == row["flags"]))
     if args.json is not None:
-        write(args.json, document(args, rows, chosen=chosen))
+        write_json(args.json, document(args, rows, chosen=chosen))
 
 
 # --- The command line ----------------------------------------------------------------------------
 
-REAL = "--steps 20 --batch 8 --limit 200 --world-seed 0 --scoring letter,text-char --answer-tokens 16 --lr 3e-4 --inner-lr 0.1".split()
-CHOSEN = {                                                 # by select(), on development worlds 0-2: tests/results/selection.json
+REAL = ("--steps 20 --batch 8 --limit 200 --world-seed 0 --scoring letter,text-char --answer-tokens 16 "
+        "--lr 3e-4 --inner-lr 0.1").split()
+CHOSEN = {                                                 # by select(), on worlds 0-2: tests/results/selection.json
     "ft": "--steps 150 --lr 0.003",
     "ft-hot": "--temperature 1.5 --lr 0.001",
     "ls": "--label-smoothing 0.2 --lr 0.003",
@@ -948,114 +1009,136 @@ CHOSEN = {                                                 # by select(), on dev
 }
 
 
-def parse(argv):
-    """Command line -> args, every value checked, with args.of[method], the same for each method: its own flags (and on the
-    toy those chosen for it), then what the user typed, then what follows its name after slashes; later wins.
-    ValueError or OSError says what is wrong."""
-    def at_least(low, kind):
-        def convert(text):
-            value = kind(text)
-            if not low <= value <= 1e9:                    # NaN is neither
-                raise argparse.ArgumentTypeError(f"{text} is below {low}" if value < low else f"{text} is not a number up to 1e9")
-            return value
-        convert.__name__ = kind.__name__
-        return convert
-    count, size, share = at_least(1, int), at_least(0, int), at_least(0.0, float)
+def number(kind, low):
+    """An argparse type: numbers of this kind from `low` to a billion."""
+    def convert(text):
+        value = kind(text)
+        if not low <= value <= 1e9:                        # NaN is neither
+            raise argparse.ArgumentTypeError(f"{text} is " + (f"below {low}" if value < low else "not a number up to 1e9"))
+        return value
+    convert.__name__ = kind.__name__                       # argparse says "invalid int value"
+    return convert
 
-    parser = Parser(description=__doc__.split("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+
+def command_line():
+    """The parser, and the names of the flags that may follow a method after slashes: those of the group "training"."""
+    count, size, share = number(int, 1), number(int, 0), number(float, 0.0)
+    parser = Parser(description=__doc__.split("\n\n")[0], allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     a = parser.add_argument
-    a("--methods", default=",".join(STORY), help=f"comma-separated, of {', '.join(METHODS)}; or all, ablations, strengths, gain; settings "
-      "of one method follow its name: calm/inner-steps=10")
+    a("--methods", default=",".join(STORY), help=f"comma-separated, of {', '.join(METHODS)}; or all, ablations, strengths, "
+      "gain; settings of one method follow its name: calm/inner-steps=10")
     a("--seeds", type=count, default=1, help="how many worlds (toy) or repetitions (real)")
     a("--world-seed", type=size, default=100, help="the first seed (a real model: 0)")
     a("--json", metavar="PATH", help="write every printed number there")
-    a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after every method")
-    a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs matplotlib")
+    a("--out", metavar="DIR", help="keep results.json, predictions.jsonl and a real model's adapters there, renewed after "
+      "every method")
+    a("--plot", metavar="DIR", help="PNGs of reliability, of CALM's steps and of accuracy against calibration; needs "
+      "matplotlib")
     a("--device", default="auto", help="cuda, mps, cpu; auto: the first of these there is")
     a("--limit", type=count, default=4000, help="questions a test set, and held out (a real model: 200)")
-    a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; --batch N is all of them")
-    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, open "
-      "(letter,text-char)")
+    a("--train-limit", type=count, metavar="N", help="train on so many examples (toy: and as many held-out inputs) at most; "
+      "--batch N is all of them")
+    a("--scoring", default="letter", help="toy: letter, open; a real model: any of letter, text-sum, text-token, text-char, "
+      "open (letter,text-char)")
     a("--select", action="store_true", help="choose among settings of the methods by validation questions of domain A")
-    toy = parser.add_argument_group("the toy world")
-    toy.add_argument("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
-    toy.add_argument("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
-    toy.add_argument("--dpo-steps", type=size, default=60, help="of 256 comparisons")
-    toy.add_argument("--open-limit", type=count, default=300, help="questions a test set with --scoring open")
-    real = parser.add_argument_group("a real model")
-    real.add_argument("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
-    real.add_argument("--train", metavar="FILE", help="to train on, domain A: multiple choice (MMLU, ARC, OpenBookQA, MedMCQA), open questions "
-                      "(PopQA, TriviaQA), instructions (Alpaca), or any of these as JSON lines; told apart by content")
-    real.add_argument("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on: multiple choice, or with --scoring open either kind")
-    real.add_argument("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
-    real.add_argument("--show-prompt", action="store_true", help="before the run print the first prompt, its tokens and what is scored")
-    real.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
-    real.add_argument("--quantize", action="store_true", help="the frozen weights of the layers in 4 bits, NF4")
-    real.add_argument("--targets", default=",".join(PROJECTIONS), metavar="NAMES", help="layers with adapters: ends of their names, with wildcards")
-    real.add_argument("--merge", action="store_true", help="with --out: also a full model a method, adapters and logit adjustment in its weights")
-    train = parser.add_argument_group("training")
-    train.add_argument("--steps", type=count, default=300, help="of every method that trains (a real model: 20)")
-    train.add_argument("--batch", type=count, default=64, help="examples a step (a real model: 8)")
-    train.add_argument("--micro-batch", type=size, default=0, metavar="N", help="so many rows in memory at a time, at a third more work; 0: the batch")
-    train.add_argument("--checkpointing", action="store_true", help="a layer in memory at a time, at a third more work")
-    train.add_argument("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters; a real model: 3e-4)")
-    train.add_argument("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
-    train.add_argument("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a token")
-    train.add_argument("--wait", type=share, default=0.0, help="share of the steps, at the start, in which alpha is held")
-    train.add_argument("--settle", type=share, default=0.0, help="the same at the end")
-    train.add_argument("--mu", type=share, default=0.001, help="L has mu/2 |theta - theta_0|^2, theta_0 the adapters at the start")
-    train.add_argument("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
-    train.add_argument("--inner-lr", type=share, default=0.1, help="their size")
-    train.add_argument("--eta", type=share, default=3.0, help="BOME's eta: how hard the training loss holds")
-    train.add_argument("--entropy-of", default="adjusted", choices=["adjusted", "raw"], help="logits the entropy looks at")
-    train.add_argument("--reg-weight", type=share, default=0.1, help="w of the methods reg and iterate")
-    train.add_argument("--label-smoothing", type=share, default=0.0, help="of L, as in the method ls")
-    train.add_argument("--temperature", type=at_least(0.01, float), default=1.0, help="alpha starts at log_scale = -log of it")
-    train.add_argument("--choices", action="store_true", help="L is the loss on questions with their options, as in cft")
-    train.add_argument("--bin-weight", type=share, default=1.0, help="of the penalty of cft-binned")
-    train.add_argument("--products", type=count, default=20, help="of CG, in calm-exact and --check")
-    train.add_argument("--check", type=size, default=0, help="compare alpha's direction with the exact hypergradient every so many steps")
-    train.add_argument("--save-every", type=size, default=0, metavar="N", help="with --out: checkpoint.pt every N steps, and at Ctrl-C")
-    train.add_argument("--resume", action="store_true", help="with --out: go on from what is there, checkpoint and finished methods")
-    train.add_argument("--rank", type=count, default=8, help="of the adapters")
-    train.add_argument("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
-    train.add_argument("--samples", type=at_least(2, int), default=10, help="answers to a question with --scoring open")
-    train.add_argument("--answer-tokens", type=count, default=4, help="the longest answer with --scoring open (a real model: 16)")
 
+    a = parser.add_argument_group("the toy world").add_argument
+    a("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
+    a("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
+    a("--dpo-steps", type=size, default=60, help="of 256 comparisons")
+    a("--open-limit", type=count, default=300, help="questions a test set with --scoring open")
+
+    a = parser.add_argument_group("a real model").add_argument
+    a("--model", metavar="DIR", help="a Hugging Face directory: Llama, Mistral, OLMo 2, Qwen 2 or Qwen 3")
+    a("--train", metavar="FILE", help="to train on, domain A: multiple choice (MMLU, ARC, OpenBookQA, MedMCQA), open "
+      "questions (PopQA, TriviaQA), instructions (Alpaca), or any of these as JSON lines; told apart by content")
+    a("--eval", metavar="FILE", nargs="+", action="extend", default=[], help="questions to test on: multiple choice, or with "
+      "--scoring open either kind")
+    a("--skip-bad", action="store_true", help="count and skip lines that cannot be read")
+    a("--show-prompt", action="store_true", help="before the run print the first prompt, its tokens and what is scored")
+    a("--dtype", default="float32", choices=["float32", "bfloat16"], help="of the frozen weights")
+    a("--quantize", action="store_true", help="the frozen weights of the layers in 4 bits, NF4")
+    a("--targets", default=",".join(PROJECTIONS), metavar="NAMES", help="layers with adapters: ends of their names, with "
+      "wildcards")
+    a("--merge", action="store_true", help="with --out: also a full model a method, adapters and logit adjustment in its "
+      "weights")
+
+    group = parser.add_argument_group("training")
+    a = group.add_argument
+    a("--steps", type=count, default=300, help="of every method that trains (a real model: 20)")
+    a("--batch", type=count, default=64, help="examples a step (a real model: 8)")
+    a("--micro-batch", type=size, default=0, metavar="N", help="so many rows in memory at a time, at a third more work; 0: "
+      "the batch")
+    a("--checkpointing", action="store_true", help="a layer in memory at a time, at a third more work")
+    a("--lr", type=share, default=1e-3, help="AdamW's, for theta (the adapters; a real model: 3e-4)")
+    a("--alpha-lr", type=share, default=3e-3, help="AdamW's, for alpha (the logit adjustment)")
+    a("--mode", default="scalar", choices=["scalar", "vector"], help="alpha: one log_scale, or a log_scale and an offset a "
+      "token")
+    a("--wait", type=share, default=0.0, help="share of the steps, at the start, in which alpha is held")
+    a("--settle", type=share, default=0.0, help="the same at the end")
+    a("--mu", type=share, default=0.001, help="L has mu/2 |theta - theta_0|^2, theta_0 the adapters at the start")
+    a("--inner-steps", type=count, default=3, help="BOME's T: gradient steps to theta_T")
+    a("--inner-lr", type=share, default=0.1, help="their size")
+    a("--eta", type=share, default=3.0, help="BOME's eta: how hard the training loss holds")
+    a("--entropy-of", default="adjusted", choices=["adjusted", "raw"], help="logits the entropy looks at")
+    a("--reg-weight", type=share, default=0.1, help="w of the methods reg and iterate")
+    a("--label-smoothing", type=share, default=0.0, help="of L, as in the method ls")
+    a("--temperature", type=number(float, 0.01), default=1.0, help="alpha starts at log_scale = -log of it")
+    a("--choices", action="store_true", help="L is the loss on questions with their options, as in cft")
+    a("--bin-weight", type=share, default=1.0, help="of the penalty of cft-binned")
+    a("--products", type=count, default=20, help="of CG, in calm-exact and --check")
+    a("--check", type=size, default=0, help="compare alpha's direction with the exact hypergradient every so many steps")
+    a("--save-every", type=size, default=0, metavar="N", help="with --out: checkpoint.pt every N steps, and at Ctrl-C")
+    a("--resume", action="store_true", help="with --out: go on from what is there, checkpoint and finished methods")
+    a("--rank", type=count, default=8, help="of the adapters")
+    a("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
+    a("--samples", type=number(int, 2), default=10, help="answers to a question with --scoring open")
+    a("--answer-tokens", type=count, default=4, help="the longest answer with --scoring open (a real model: 16)")
+    return parser, {action.dest for action in group._group_actions}
+
+
+def parse(argv):
+    """Command line -> args, every value checked. args.of[method] is the same for each method: its own flags (and on the toy
+    those chosen for it), then what the user typed, then what follows its name after slashes; later wins.
+    ValueError or OSError says what is wrong."""
+    parser, settings = command_line()
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.model:
         args = parser.parse_args(REAL + argv)
+    args.command = "python train.py " + shlex.join(argv)
     many = {"all": list(METHODS), "ablations": ABLATIONS, "gain": GAIN,
             "strengths": [f"{name}/{m.strengths[0]}={s:g}" for name, m in METHODS.items() if m for s in m.strengths[1:]]}
     args.methods = list(dict.fromkeys(name for given in args.methods.split(",") for name in many.get(given, [given])))
     args.scoring = list(dict.fromkeys(args.scoring.split(",")))
     scorings = ["letter", "text-sum", "text-token", "text-char", "open"] if args.model else ["letter", "open"]
-    for what, given, known in (("method", [m.split("/")[0] for m in args.methods], list(METHODS)), ("scoring", args.scoring, scorings)):
+    for what, given, known in (("method", [method.split("/")[0] for method in args.methods], list(METHODS)),
+                               ("scoring", args.scoring, scorings)):
         for name in given:
             if name not in known:
                 raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
-
     if args.select:
         trying = [m for method in args.methods if METHODS[method.split("/")[0]] for m in settings_to_try(method, args)]
         args.methods = ["aligned", *trying]
 
     def parse_method(method):
-        name, *settings = method.split("/")
-        for setting in settings:
-            if setting.split("=")[0].replace("-", "_") not in {action.dest for action in train._group_actions}:
-                raise ValueError(f"{method}: {setting.split('=')[0]!r} is not a setting of a method; see the group training of --help")
-        own = (METHODS[name].flags.split() if METHODS[name] else []) + (REAL if args.model else CHOSEN.get(name, "").split())
-        return parser.parse_args(own + argv + [part for s in settings for part in f"--{s}".split("=", 1)])
+        name, *given = method.split("/")
+        for setting in given:
+            if setting.split("=")[0].replace("-", "_") not in settings:
+                raise ValueError(f"{method}: {setting.split('=')[0]!r} is not a setting of a method; "
+                                 "see the group training of --help")
+        own = METHODS[name].flags.split() if METHODS[name] else []
+        own += REAL if args.model else CHOSEN.get(name, "").split()
+        return parser.parse_args(own + argv + [part for setting in given for part in f"--{setting}".split("=", 1)])
 
-    args.command = "python train.py " + shlex.join(argv)
     args.of = {method: parse_method(method) for method in args.methods}
     for method, its in args.of.items():
         if max(its.label_smoothing, its.wait, its.settle) > 1:
             raise ValueError(f"{method}: --label-smoothing, --wait and --settle are shares, at most 1")
         if rank()[1] > its.batch:
             raise ValueError(f"{method}: --batch {its.batch} has no rows for {rank()[1]} processes")
-        if rank()[1] > 1 and (its.check or METHODS[method.split("/")[0]] and METHODS[method.split("/")[0]].direction is exact_direction):
+        if rank()[1] > 1 and (its.check or method.split("/")[0] == "calm-exact"):
             raise ValueError(f"{method}: calm-exact and --check run in one process, without torchrun")
         if (its.resume or its.save_every) and not args.out:
             raise ValueError(f"{method}: --resume and --save-every need --out DIR")
@@ -1095,7 +1178,7 @@ def parse(argv):
 def main(argv=None):
     """Run, and turn what can go wrong outside the code into one sentence and an exit code: 2, or 130 for Ctrl-C."""
     kept, args = [], None
-    warnings.formatwarning = lambda message, *_, **__: f"train.py: {message}\n"             # without the file and line of the code
+    warnings.formatwarning = lambda message, *_, **__: f"train.py: {message}\n"             # without the line of the code
     try:
         with processes():
             args = parse(argv)
@@ -1106,9 +1189,8 @@ def main(argv=None):
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("out of memory|alloc|storage size", str(error)):
             raise
-        print("train.py: out of memory; --micro-batch 1, --checkpointing, --dtype bfloat16, --quantize, a smaller --batch or --rank "
-              "and fewer --targets lower it", file=sys.stderr)
-        return 2
+        return complain("train.py", "out of memory; --micro-batch 1, --checkpointing, --dtype bfloat16, --quantize, a smaller "
+                        "--batch or --rank and fewer --targets lower it")
     except (ValueError, OSError, ImportError, ArithmeticError) as error:
         return complain("train.py", error)
     except KeyboardInterrupt:
@@ -1120,4 +1202,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, at_ctrl_c)
     sys.exit(main())

@@ -83,7 +83,7 @@ FLIPS = [
     ("the sign of DPO", "train.py", "loss = -F.logsigmoid(margin).mean()", "loss = -F.logsigmoid(-margin).mean()", "test_cases", "alignment"),
     ("options per token", "train.py", '"token": len(option)', '"token": 1', "test_train", "case_16"),
     ("the share of a process", "train.py", "whole(state[\"share\"] * ", "whole(", "test_train", "two_processes"),
-    ("the proximal term", "train.py", "args.mu / 2 / ranks * sum(", "0 * args.mu / 2 / ranks * sum(", "test_cases", "proximal"),
+    ("the proximal term", "train.py", "args.mu / 2 * moved / ranks", "0 * args.mu / 2 * moved / ranks", "test_cases", "proximal"),
     ("the penalty of cft-binned", "train.py", "L - args.bin_weight * ", "L + args.bin_weight * ", "test_train", "binned_penalty"),
     ("the temperature alpha starts at", "train.py", "fill_(-math.log(args.temperature))", "fill_(math.log(args.temperature))", "test_cases", "temperature"),
     ("theta's learning rate", "train.py", "args.lr * min(1, 2 * (1 - step / args.steps))", "args.lr * min(1, 2 * (step / args.steps))", "test_cases", "learning_rate"),

@@ -1,8 +1,10 @@
 """bilevel.py against closed forms, finite differences and the cases that must hold."""
+import argparse
+import contextlib
+import io
 import json
 import math
-import subprocess
-import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -525,8 +527,11 @@ def test_persistent_against_restarted_along_a_trajectory():
 
 
 def command(*argv):
-    return subprocess.run([sys.executable, "-W", "ignore", "bilevel.py", *map(str, argv)], cwd=Path(bilevel.__file__).parent,
-                          capture_output=True, text=True)
+    """bilevel.py in this process: its exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = bilevel.main(list(map(str, argv)))
+    return argparse.Namespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 def test_command_on_the_quadratic(tmp_path):
@@ -537,6 +542,46 @@ def test_command_on_the_quadratic(tmp_path):
     assert all({"method", "setting", "relative_error", "cosine", "seconds", "gradients", "peak_bytes"} <= r.keys() for r in result["rows"])
     cg = [r["relative_error"] for r in result["rows"] if r["method"] == "exact, CG" and r["problem"] == "easy"]
     assert cg[-1] < 1e-10 < cg[0]
+
+
+def test_command_on_the_transformer_prints_the_committed_numbers(tmp_path, monkeypatch):
+    """All of it but the long jobs: one penalty, and no trajectory, which have tests of their own."""
+    steps = []
+    spent = lambda problem, kind, speed, budget, looks: steps.append(budget / 3) or {"mean_cosine": speed}
+    monkeypatch.setattr(bilevel, "penalties", lambda problem: [("penalty", "lam 1e+04", lambda: penalty_hypergradient(problem, 1e4))])
+    monkeypatch.setattr(bilevel, "along_a_trajectory", spent)
+    done = command("--json", tmp_path / "b.json", "--steps", 100)
+    assert done.returncode == 0, done.stderr
+    row = lambda r: (r["problem"], r["method"], r["setting"], r.get("speed"))
+    rows = {row(r): r for r in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    committed = {row(r): r for r in json.loads((Path(__file__).parent / "results" / "bilevel.json").read_text())["rows"]}
+    assert len(rows) == 16 * 2 + 1 + 8 and rows.keys() <= committed.keys()
+    for key, r in rows.items():
+        if r["problem"] in ("easy", "hard", "unseen") and r["relative_error"] > 1e-6:      # beyond round-off
+            assert r["relative_error"] == pytest.approx(committed[key]["relative_error"], rel=0.05), key
+    assert steps == [100, 100, 100, 400] * 2
+    assert all(title in done.stdout for title in ("(a) One converged point, hard", "(b) Error against work", "(c) Along a trajectory"))
+
+
+def test_command_on_a_language_model(tiny_llm, tmp_path):
+    """Without the lower level the error is that of F_a alone, to the hypergradient where CG finds one."""
+    questions = [{"question": f"What is {i}?", "choices": ["odd", "even"], "answer": i % 2} for i in range(20)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    done = command("--problem", "llm", "--model", tiny_llm, "--train", tmp_path / "q.jsonl", "--json", tmp_path / "b.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "b.json").read_text())
+    problem = bilevel.language_model(tiny_llm, tmp_path / "q.jsonl")
+    gauss_newton = "biased" in result["problem"]["llm"]["reference"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        truth, report = exact_hypergradient(problem, tol=1e-4, max_iter=60, curvature="gauss-newton" if gauss_newton else "hessian",
+                                            damping=0.1 if gauss_newton else 0.0)
+    truth, F_a = flatten(truth, problem.alpha), problem.gradient(problem.upper())[1]
+    assert result["rows"][0]["relative_error"] == pytest.approx(float((F_a - truth).norm() / truth.norm()), rel=1e-3)
+    assert [r["setting"] for r in result["rows"]] == ["F_a alone", "T = 1", "T = 3", "T = 10"] and not report["negative_curvature"]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions[:15])))
+    done = command("--problem", "llm", "--model", tiny_llm, "--train", tmp_path / "q.jsonl")
+    assert done.returncode == 2 and "15 questions, and 16 are needed" in done.stderr
 
 
 @pytest.mark.parametrize("argv, sentence", [

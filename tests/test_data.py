@@ -495,32 +495,6 @@ def test_case_14_exactly_one_beginning_of_sequence_token(smollm2, tmp_path):
     assert Prompter(tmp_path).question(ROW, "letter").prompt.count(bos) == 1
 
 
-@pytest.fixture
-def model_dir(tmp_path):
-    """Function: settings, template, letters -> Prompter of a directory with a byte-level tokenizer that has no merges:
-    every byte is a token, so " A" is two and "A" is one. A beginning-of-sequence token <s> belongs before any text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-
-    def make(settings=None, template=None, bos=True, without=""):
-        vocab = {c: i for i, c in enumerate(["<s>", "</s>", "<unk>", *(b for b in bytes_ if b not in without)])}
-        tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>"))
-        tokenizer.add_special_tokens(["<s>", "</s>", "<unk>"])
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.post_processor = processors.TemplateProcessing(single=("<s> " if bos else "") + "$A </s>",
-                                                                 special_tokens=[("<s>", 0), ("</s>", 1)])
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.enable_truncation(5)
-        tokenizer.enable_padding(length=70)
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        for name, value in (("tokenizer_config.json", settings), ("chat_template.jinja", template)):
-            (tmp_path / name).unlink(missing_ok=True)
-            if value is not None:
-                (tmp_path / name).write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
-        return Prompter(tmp_path)
-    return make
-
-
 def test_case_14_one_bos_whoever_asks_for_it(model_dir):
     bos = {"bos_token": "<s>"}
     with_bos, without = "{{ bos_token }}{{ messages[0].content }}\n", "{{ messages[0].content }}\n"

@@ -34,6 +34,10 @@ VARIANTS = {
     "llama, llama3 rope": ("Llama", dict(rope_parameters=dict(rope_theta=1000.0, **LLAMA3)), ["rope_parameters"]),
     "llama, linear rope": ("Llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=10_000.0)),
                            ["rope_parameters"]),
+    "llama, yarn rope": ("Llama", dict(head_dim=16, rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=10_000.0,
+                                                                        original_max_position_embeddings=16)), ["rope_parameters"]),
+    "qwen3, yarn rope": ("Qwen3", dict(rope_parameters=dict(rope_type="yarn", factor=4.0, rope_theta=1e6, beta_fast=8, beta_slow=2,
+                                                           attention_factor=1.3, original_max_position_embeddings=16)), ["rope_parameters"]),
     "llama, dynamic rope": ("Llama", dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=10_000.0),
                                           max_position_embeddings=16), ["rope_parameters"]),
     "mistral, window": ("Mistral", dict(sliding_window=8), ["sliding_window"]),
@@ -248,6 +252,8 @@ def test_case_20_shards_load_and_each_fault_is_named(tmp_path):
     broken(lambda d: edit_config(d, quantization_config={"bits": 4}), ValueError, "quantised")
     broken(rope(rope_type="longrope"), ValueError, "config.json", "longrope", "llama3")
     broken(rope(rope_type="llama3", factor=8.0), ValueError, "config.json", "low_freq_factor")
+    broken(rope(rope_type="yarn", factor=8.0, beta_fast=0), ValueError, "config.json", "beta_fast")
+    broken(rope(rope_type="yarn", factor=8.0, mscale=1.0), ValueError, "config.json", "mscale")
     broken(lambda d: rewrite(d, lambda t: t.update(extra=torch.ones(3))), ValueError, "extra", "no place")
     broken(lambda d: rewrite(d, lambda t: t.pop("model.norm.weight")), ValueError, "norm.weight", "no file has weights")
     broken(lambda d: rewrite(d, lambda t: t.update({"model.norm.weight": torch.ones(47)})), ValueError, "norm.weight", "47", "48")

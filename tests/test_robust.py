@@ -7,6 +7,7 @@ import os
 import random
 import re
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ import train
 from data import Question
 
 ROOT = Path(train.__file__).parent
+ROW = {"method": "aligned", "seed": 0, "domain": "id", "scoring": "letter", "n": 1, "conf_ece": 0.1, "conf_ece_low": 0.0, "conf_ece_high": 0.2}
 fixed = lambda examples: settings(max_examples=examples, deadline=None, derandomize=True, database=None)
 
 
@@ -170,7 +172,7 @@ def files(tmp_path_factory):
     config = json.loads((folder / "m" / "config.json").read_text()) | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0,
                                                                      "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     run = train.parse(["--methods", "aligned"])
-    results = train.document(run, [{"method": "aligned", "seed": 0, "domain": "id", "n": 1, "conf_ece": 0.1}])
+    results = json.dumps(train.document(run, [ROW]))
 
     def saved_results(path):
         path.with_name("predictions.jsonl").write_text(json.dumps({"method": "aligned", "seed": 0}) + "\n")
@@ -308,10 +310,16 @@ def test_a_tokenizer_that_fails_on_a_prompt_is_named(tmp_path):
 
 def test_a_resume_outlives_a_torn_last_prediction_and_keeps_what_had_finished(tmp_path):
     args = train.parse(["--methods", "aligned", "--out", str(tmp_path)])
-    row = {"method": "aligned", "seed": 100}
-    bilevel.write(tmp_path / "results.json", train.document(args, [row]))
+    row = {**ROW, "seed": 100}
+    metrics.write_json(tmp_path / "results.json", train.document(args, [row]))
     (tmp_path / "predictions.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"method": "ts", "seed": 100}) + '\n{"method": "ts", "se')
     assert train.read_results(args) == [row] and (tmp_path / "predictions.jsonl").read_text() == json.dumps(row) + "\n"
+    for lacking in ("domain", "scoring", "n", "conf_ece", "conf_ece_low", "method", "seed"):                 # edited by hand
+        metrics.write_json(tmp_path / "edited.json", train.document(args, [{key: row[key] for key in row if key != lacking}]))
+        (tmp_path / "edited.json").replace(tmp_path / "results.json")
+        with pytest.raises(ValueError, match=f"not the results of a run that can be continued .'{lacking}"):
+            train.read_results(args)
+    metrics.write_json(tmp_path / "results.json", train.document(args, [row]))
     (tmp_path / "predictions.jsonl").write_text('{"method"\n' + json.dumps(row) + "\n")
     with pytest.raises(ValueError, match="not the results of a run that can be continued"):
         train.read_results(args)
@@ -384,6 +392,16 @@ def test_a_full_device_for_json_is_one_sentence(program, argv, tmp_path, monkeyp
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("program", ["train.py", "bilevel.py", "metrics.py"])
+def test_ctrl_c_while_torch_is_imported(program):
+    run = subprocess.Popen([sys.executable, program, "x"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                           preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    while "libtorch" not in Path(f"/proc/{run.pid}/maps").read_text():     # the import has begun
+        time.sleep(0.01)
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=60) == ("", f"\n{program}: interrupted\n") and run.returncode == 130
+
 
 def test_ctrl_c_at_any_moment_is_one_sentence_and_the_run_goes_on_from_there(tmp_path):
     flags = [*SMALL, "--steps", "60", "--methods", "aligned,calm,ft", "--save-every", "10"]

@@ -1,11 +1,14 @@
 """train.py: the loop, the scoring of options, the toy's story and the command line."""
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,15 +20,19 @@ import train
 from bilevel import peak_bytes
 from data import Asked, Question, World, load_mcqa, load_qa
 from model import Config, Transformer
-from test_data import model_dir
 from test_model import small_checkpoint
 
 ROOT = Path(train.__file__).parent
 QUICK = ["--pretrain-steps", "20", "--dpo-steps", "5", "--steps", "3", "--limit", "50"]
 
 
-def command(*argv, **kwargs):
-    return subprocess.run([sys.executable, "train.py", *map(str, argv)], cwd=ROOT, capture_output=True, text=True, **kwargs)
+def command(*argv):
+    """train.py in this process: its exit code, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(warnings, "formatwarning", warnings.formatwarning)   # main sets it
+        code = train.main(list(map(str, argv)))
+    return argparse.Namespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
 # --- Scoring -------------------------------------------------------------------------------------
@@ -233,13 +240,13 @@ def test_the_binned_penalty_pulls_towards_the_measured_accuracy():
     assert (d[:, 0] > 0).all() and (d[:, 1:] < 0).all()    # descent lowers the top option and raises the others
 
 
-def test_a_table_of_numbers_that_are_not_all_finite():
+def test_a_table_of_numbers_that_are_not_all_finite(tmp_path):
     row = {"domain": "id", "scoring": "letter", "method": "ft", "seed": 0, "n": 2, "accuracy": 1.0, "conf_ece": 0.1, "cw_ece": 0.1,
            "nll": float("inf"), "brier": 0.1, "auroc": float("nan")}
     text = train.table([row, {**row, "seed": 1, "auroc": 0.5}])
     assert "nan +- nan" in text and "1.000 +- 0.000" in text
-    args = train.parse([])
-    saved = json.loads(train.document(args, [row]), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    metrics.write_json(tmp_path / "r.json", train.document(train.parse([]), [row]))
+    saved = json.loads((tmp_path / "r.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert saved["rows"][0]["nll"] is None and saved["rows"][0]["auroc"] is None
 
 
@@ -358,7 +365,7 @@ def test_bad_input_for_a_real_model_is_named_and_nothing_is_written(smollm2, que
 
 def test_a_real_model_through_the_same_loop(smollm2, questions, tmp_path):
     done = command("--model", smollm2, "--train", questions("opentrivia"), "--eval", questions("mmlu"),
-                   "--methods", "aligned,calm", "--steps", 2, "--batch", 2, "--limit", 4, "--dtype", "bfloat16",
+                   "--methods", "aligned,calm", "--steps", 1, "--inner-steps", 1, "--batch", 2, "--limit", 2, "--dtype", "bfloat16",
                    "--json", tmp_path / "r.json", "--out", tmp_path / "out", "--show-prompt",
                    "--quantize", "--targets", "self_attn.[qv]_proj", "--merge", "--micro-batch", 1, "--checkpointing")
     assert done.returncode == 0, done.stderr
@@ -366,29 +373,17 @@ def test_a_real_model_through_the_same_loop(smollm2, questions, tmp_path):
     assert adapters["target_modules"] == ["q_proj", "v_proj"] and (tmp_path / "out" / "calm-0" / "merged" / "tokenizer.json").exists()
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     lines = [json.loads(line) for line in open(tmp_path / "out" / "predictions.jsonl", encoding="utf-8")]
-    assert len(lines) == 4 * len(rows) and (tmp_path / "out" / "calm-0" / "adapter_model.safetensors").exists()
+    assert len(lines) == 2 * len(rows) and (tmp_path / "out" / "calm-0" / "adapter_model.safetensors").exists()
     again = subprocess.run([sys.executable, "metrics.py", tmp_path / "out" / "predictions.jsonl"], cwd=ROOT, capture_output=True, text=True)
     assert again.returncode == 0 and "calm" in again.stdout
     assert "scored tokens" in done.stdout
     assert [(r["method"], r["domain"], r["scoring"]) for r in rows] == [
         (m, d, s) for m in ("aligned", "calm") for d in ("id", "mmlu") for s in ("letter", "text-char")]
-    assert all(r["n"] == 4 for r in rows)
+    assert all(r["n"] == 2 for r in rows)
     assert "prompts in chat form" in done.stdout
 
 
 # --- Files of every kind, and of any size --------------------------------------------------------
-
-@pytest.fixture
-def tiny_llm(model_dir, tmp_path):
-    """Directory of a random LLM over bytes, with a chat template."""
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages[0].content }}\n"}
-    size = len(model_dir(settings, bos=False).tokenizer.get_vocab())
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                                      max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, initializer_range=0.3)
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
-
 
 def run_quietly(capsys, *argv):
     """train.py in this process -> exit code, stdout, stderr."""
