@@ -214,6 +214,41 @@ def test_every_table_of_the_experiments_is_made_from_the_committed_results():
     assert with_tables(README) == README
 
 
+PROSE = {                                                  # how a paragraph begins -> the files its numbers come from
+    "What this shows.": ["toy_all.json", "toy_borrowed.json"], "One alpha in all against": ["toy_ablations.json"],
+    "Here `calm-exact` is what": ["toy_exact.json"], "**The finding, in three": ["toy_exact.json", "toy_gain.json"],
+    "Sampling is harder": ["toy_open_a.json", "toy_open_b.json"], "The downloaded model": ["topics.json"],
+}
+
+
+def known(rows):
+    """The numbers that a paragraph may say of rows: means, least and largest values over seeds, in themselves and beside `aligned`."""
+    found, by = set(), {}
+    for row in rows:
+        by.setdefault((row["method"], row["domain"], row.get("trained_on")), {})[row["seed"]] = row
+    for (_, *where), here in by.items():
+        rivals = by.get(("aligned", *where), {})
+        for key in ("accuracy", "conf_ece", "nll", "auroc", "confidence", "sem_ece", "temperature", "cosine", "relative_error"):
+            its = [row[key] for row in here.values() if key in row]
+            ratios = [row[key] / rivals[seed][key] for seed, row in here.items() if key in row and key in rivals.get(seed, {})]
+            for numbers in (its, ratios):
+                if numbers:
+                    found |= {min(numbers), max(numbers), statistics.mean(numbers)}
+    return found
+
+
+@pytest.mark.parametrize("beginning", PROSE)
+def test_every_number_of_a_paragraph_is_in_the_committed_results(beginning):
+    text = README[README.index(beginning):]
+    text = re.split(r"\n(?:#|<!--|!\[|\*\*(?!The finding)|Then as|Two cautions)", text)[0]
+    truth = known([row for file in PROSE[beginning] for row in rows_of(file)])
+    numbers = re.findall(r"(?<![\w.])\d+\.\d\d+", text)
+    assert numbers
+    for number in numbers:
+        digits = len(number.split(".")[1])
+        assert any(f"{value:.{digits}f}" == number for value in truth), number
+
+
 def test_the_settings_of_the_methods_are_those_that_were_chosen():
     import train
     chosen = json.loads((RESULTS / "selection.json").read_text())["chosen"]
