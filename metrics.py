@@ -625,16 +625,19 @@ def check_output(path):
 
 
 def write(path, content):
-    """Bytes to `path` in one move, so that a reader never meets half a file; through links, and straight into a device."""
-    path = Path(path).resolve()
-    partial = Path(f"{path}.partial") if path.is_file() or not path.exists() else path
+    """Bytes to `path` in one move, so that a reader never meets half a file; through links, and straight into a
+    device or a pipe."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    partial = Path(f"{path}.partial")
     try:
         partial.write_bytes(content)
-        if partial != path:
-            os.replace(partial, path)
+        os.replace(partial, path)
     except BaseException:                                  # a full disk is not left fuller
-        if partial != path:
-            partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
 
 

@@ -539,7 +539,7 @@ def align(model, world, args, seed, domain="B"):
 
 def toy_task(args, seed, trained="A"):
     """World `seed`: aligned on one domain, the other domain's data to train on. Domain A is trained on, or B."""
-    world, aligned = World(seed), {"A": "B", "B": "A"}[trained]
+    world, aligned = World(seed, shared=args.shared), {"A": "B", "B": "A"}[trained]
     model = align(pretrain(world, args, seed), world, args, seed, aligned).eval()
     generator = torch.Generator().manual_seed(seed)
 
@@ -1009,12 +1009,12 @@ CHOSEN = {                                                 # by select(), on wor
 }
 
 
-def number(kind, low):
-    """An argparse type: numbers of this kind from `low` to a billion."""
+def number(kind, low, high=10 ** 9):
+    """An argparse type: numbers of this kind from `low` to `high`."""
     def convert(text):
         value = kind(text)
-        if not low <= value <= 1e9:                        # NaN is neither
-            raise argparse.ArgumentTypeError(f"{text} is " + (f"below {low}" if value < low else "not a number up to 1e9"))
+        if not low <= value <= high:                       # NaN is neither
+            raise argparse.ArgumentTypeError(f"{text} is " + (f"below {low}" if value < low else f"not a number up to {high}"))
         return value
     convert.__name__ = kind.__name__                       # argparse says "invalid int value"
     return convert
@@ -1045,6 +1045,7 @@ def command_line():
 
     a = parser.add_argument_group("the toy world").add_argument
     a("--train-domain", default="A", choices=["A", "B"], help="trained on; the other one is aligned, and out of domain")
+    a("--shared", type=number(int, 0, 16), default=2, help="of a domain's 16 value tokens, those that are the other's as well")
     a("--pretrain-steps", type=count, default=2200, help="of 256 sentences")
     a("--dpo-steps", type=size, default=60, help="of 256 comparisons")
     a("--open-limit", type=count, default=300, help="questions a test set with --scoring open")

@@ -19,6 +19,10 @@ from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunke
 from model import Config, Transformer
 
 
+as_committed = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the committed numbers are those of torch 2.13: "
+                                  "torch.multinomial draws others in other versions")
+
+
 def scalar(value):
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
@@ -41,6 +45,7 @@ def test_adjustment_is_the_identity_at_zero_and_temperature_scaling_as_a_scalar(
         LogitAdjustment(7, mode="matrix")
 
 
+@as_committed
 def test_what_theta_can_undo_is_the_committed_table():
     committed = json.loads((Path(__file__).parent / "results" / "bilevel_temperature.json").read_text())["rows"]
     for row, saved in zip(bilevel.under_a_temperature(), committed, strict=True):
@@ -544,6 +549,7 @@ def test_command_on_the_quadratic(tmp_path):
     assert cg[-1] < 1e-10 < cg[0]
 
 
+@as_committed
 def test_command_on_the_transformer_prints_the_committed_numbers(tmp_path, monkeypatch):
     """All of it but the long jobs: one penalty, and no trajectory, which have tests of their own."""
     steps = []

@@ -30,6 +30,13 @@ def test_world_distributions_and_pools(world):
     assert torch.equal(World(seed=3).p, world.p) and not torch.equal(World(seed=4).p, world.p)
 
 
+@pytest.mark.parametrize("shared", [0, 8, 16])
+def test_the_two_domains_share_as_many_value_tokens_as_asked(shared):
+    world = World(seed=3, shared=shared)
+    a, b = (world.p[:, world.domain[name]].sum((0, 1)) > 0 for name in "AB")
+    assert (a & b).sum() == shared and (a | b).sum() == 32 - shared
+
+
 def test_world_splits_are_disjoint_and_complete(world):
     parts = torch.cat([world.split[s] for s in ("train", "heldout", "valid", "test")])
     assert torch.equal(parts.sort().values, torch.arange(world.subjects))

@@ -111,7 +111,7 @@ def test_whatever_is_typed_at_metrics_is_run_or_refused_in_one_sentence(tmp_path
 
 
 def test_sizes_no_machine_has_are_one_sentence():
-    for argv, sentence in ((["--limit", "999999999999"], "up to 1e9"), (["--limit", "1000000000"], "at most a million"), (["--batch", "1000000000"], "at most"),
+    for argv, sentence in ((["--limit", "999999999999"], "up to 1000000000"), (["--limit", "1000000000"], "at most a million"), (["--batch", "1000000000"], "at most"),
                            (["--pretrain-steps", "1", "--rank", "1000000000", "--methods", "calm"], "out of memory")):
         code, err = said(train.main, argv)
         assert code == 2 and sentence in err and err.splitlines()[-1].startswith("train.py: "), err
@@ -392,6 +392,16 @@ def test_a_full_device_for_json_is_one_sentence(program, argv, tmp_path, monkeyp
 
 
 # --- Ctrl-C --------------------------------------------------------------------------------------
+
+def test_json_goes_through_links_and_into_pipes(tmp_path):
+    path, link = tmp_path / "p.jsonl", tmp_path / "link.json"
+    path.write_text(GOOD)
+    link.symlink_to(tmp_path / "there.json")
+    assert metrics.main([str(path), "--json", str(link)]) == 0
+    done = subprocess.run([sys.executable, "metrics.py", path, "--json", "/dev/stdout"], cwd=ROOT, capture_output=True, text=True)
+    piped, _ = json.JSONDecoder().raw_decode(done.stdout)
+    assert done.returncode == 0 and link.is_symlink() and piped == json.loads((tmp_path / "there.json").read_text())
+
 
 @pytest.mark.parametrize("program", ["train.py", "bilevel.py", "metrics.py"])
 def test_ctrl_c_while_torch_is_imported(program):

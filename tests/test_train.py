@@ -325,7 +325,7 @@ def test_ctrl_c_keeps_what_had_finished(tmp_path):
     (["--steps", "0"], "argument --steps: 0 is below 1"),
     (["--steps", "many"], "argument --steps"),
     (["--rank", "900000000", "--methods", "calm", "--pretrain-steps", "1"], "out of memory; --micro-batch"),
-    (["--limit", "999999999999"], "is not a number up to 1e9"),
+    (["--limit", "999999999999"], "is not a number up to 1000000000"),
     (["--methods", "calm/seeds=1"], "'seeds' is not a setting of a method"), (["--methods", "calm/steps"], "argument --steps"),
     (["--methods", "ls/label-smoothing=2"], "are shares"), (["--resume"], "need --out"), (["--scoring", "text-sum"], "unknown scoring"),
     (["--nonsense"], "unrecognized arguments: --nonsense"),
