@@ -199,11 +199,37 @@ def side_by_side(rows, columns, rivals):
     return "\n".join(lines)
 
 
+SHARED = (0, 2, 8, 16)                                     # value tokens that both domains have
+
+
+def shared_table():
+    """Markdown: a row a method, a column a number of shared tokens: B's conf-ECE, and A's in brackets."""
+    worlds = [rows_of(f"toy_shared_{shared}.json") for shared in SHARED]
+    n, = {row["n"] for rows in worlds for row in rows}
+    lines = [f"| B's conf-ECE, in brackets A's (n = {n:,}) | " + " | ".join(f"{shared} shared" for shared in SHARED) + " |", "|---" * 5 + "|"]
+    for method in dict.fromkeys(row["method"] for row in worlds[0]):
+        cells = [(values(rows, method, "ood", "conf_ece"), values(rows, method, "id", "conf_ece")) for rows in worlds]
+        lines.append(f"| `{method}` | " + " | ".join(f"{statistics.mean(b):.3f} ± {statistics.stdev(b):.3f} ({statistics.mean(a):.3f})"
+                                                     for b, a in cells) + " |")
+    return "\n".join(lines)
+
+
+def entropy_table(rows):
+    """Markdown: where the entropy goes, means over worlds, from toy_entropy.json."""
+    columns = ["entropy A", "entropy B", "values A", "values B", "log_scale A only", "log_scale B only", "log_scale no value"]
+    lines = ["| method | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        here = [[row[column] for row in rows if row["method"] == method and column in row] for column in columns]
+        lines.append(f"| `{method}` | " + " | ".join(f"{statistics.mean(numbers):.2f}" if numbers else "-" for numbers in here) + " |")
+    return "\n".join(lines)
+
+
 def with_tables(text):
     """The README with a table made from its committed rows after every marker: `python tests/test_readme.py` writes it."""
     import train
     tables = {name: side_by_side(rows_of(file), columns, rivals) for name, (file, columns, rivals) in TABLES.items()}
     tables["TOY"] = f"```\n{train.table(rows_of('toy.json')).strip()}\n```"                # what the first command prints
+    tables |= {"SHARED": shared_table(), "ENTROPY": entropy_table(rows_of("toy_entropy.json"))}
     for name, table in tables.items():
         text, found = re.subn(rf"<!--{name}-->\n(```\n.*?```|(\|.*\n)*\|.*)", lambda _: f"<!--{name}-->\n{table}", text, flags=re.S if name == "TOY" else 0)
         assert found == 1, f"the README has {found} markers <!--{name}-->"
@@ -218,6 +244,8 @@ PROSE = {                                                  # how a paragraph beg
     "What this shows.": ["toy_all.json", "toy_borrowed.json"], "One alpha in all against": ["toy_ablations.json"],
     "Here `calm-exact` is what": ["toy_exact.json"], "**The finding, in three": ["toy_exact.json", "toy_gain.json"],
     "Sampling is harder": ["toy_open_a.json", "toy_open_b.json"], "The downloaded model": ["topics.json"],
+    "All methods raise the entropy": ["toy_entropy.json"],
+    "With all tokens shared the": ["toy_shared_0.json", "toy_shared_2.json", "toy_shared_8.json", "toy_shared_16.json"],
 }
 
 
@@ -225,10 +253,11 @@ def known(rows):
     """The numbers that a paragraph may say of rows: means, least and largest values over seeds, in themselves and beside `aligned`."""
     found, by = set(), {}
     for row in rows:
-        by.setdefault((row["method"], row["domain"], row.get("trained_on")), {})[row["seed"]] = row
+        by.setdefault((row["method"], row.get("domain"), row.get("trained_on")), {})[row["seed"]] = row
     for (_, *where), here in by.items():
         rivals = by.get(("aligned", *where), {})
-        for key in ("accuracy", "conf_ece", "nll", "auroc", "confidence", "sem_ece", "temperature", "cosine", "relative_error"):
+        for key in ("accuracy", "conf_ece", "nll", "auroc", "confidence", "sem_ece", "temperature", "cosine", "relative_error",
+                    "entropy A", "entropy B"):
             its = [row[key] for row in here.values() if key in row]
             ratios = [row[key] / rivals[seed][key] for seed, row in here.items() if key in row and key in rivals.get(seed, {})]
             for numbers in (its, ratios):
@@ -240,8 +269,9 @@ def known(rows):
 @pytest.mark.parametrize("beginning", PROSE)
 def test_every_number_of_a_paragraph_is_in_the_committed_results(beginning):
     text = README[README.index(beginning):]
+    assert README.count(beginning) == 1
     text = re.split(r"\n(?:#|<!--|!\[|\*\*(?!The finding)|Then as|Two cautions)", text)[0]
-    truth = known([row for file in PROSE[beginning] for row in rows_of(file)])
+    truth = set().union(*(known(rows_of(file)) for file in PROSE[beginning]))
     numbers = re.findall(r"(?<![\w.])\d+\.\d\d+", text)
     assert numbers
     for number in numbers:
