@@ -62,6 +62,18 @@ def at_least_float32(logits):
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
+def adjusted(logits, adjustment):
+    """z~, (..., V), in float32 at least; without an adjustment z. An item of logit -inf, which cannot occur, stays so:
+    multiplied it would make the derivative by log_scale 0 x inf."""
+    if adjustment is not None:
+        never = logits == -torch.inf
+        if never.any():
+            logits = adjustment(logits.masked_fill(never, 0.0)).masked_fill(never, -torch.inf)
+        else:
+            logits = adjustment(logits)
+    return at_least_float32(logits)
+
+
 def parametric_cross_entropy(logits, targets, adjustment=None, ignore_index=-100, label_smoothing=0.0):
     """L: the mean cross-entropy (nats) of softmax(z~) over the supervised tokens.
 
@@ -69,10 +81,7 @@ def parametric_cross_entropy(logits, targets, adjustment=None, ignore_index=-100
     Without one supervised token the loss is zero, not NaN.
     """
     supervised = targets != ignore_index
-    logits, targets = logits[supervised], targets[supervised]              # (N, V), (N,)
-    if adjustment is not None:
-        logits = adjustment(logits)
-    logits = at_least_float32(logits)
+    logits, targets = adjusted(logits[supervised], adjustment), targets[supervised]        # (N, V), (N,)
     if not len(targets):
         return logits.sum()                                                # an empty sum: zero, with a graph
     return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
@@ -86,9 +95,7 @@ def negative_entropy(logits, adjustment=None, mask=None):
     """
     if mask is not None:
         logits = logits[mask.bool()]                                       # (N, V)
-    if adjustment is not None:
-        logits = adjustment(logits)
-    log_p = at_least_float32(logits).log_softmax(-1)
+    log_p = adjusted(logits, adjustment).log_softmax(-1)
     if not log_p.numel():
         return log_p.sum()
     return (log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0.0)).sum(-1).mean()      # 0 log 0 = 0
@@ -157,9 +164,14 @@ class Bilevel:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for p, s in zip(self.theta, saved):
-                    p.copy_(s)
+            assign(self.theta, saved)
+
+
+@torch.no_grad()
+def assign(tensors, values):
+    """Give the tensors, which may be parameters, these values, in place."""
+    for tensor, value in zip(tensors, values):
+        tensor.copy_(value)
 
 
 def flatten(tensors, like):
@@ -183,22 +195,25 @@ def lower_gradient(problem):
     """L_t, (N,), with its graph. Raises ValueError naming a tensor of theta that L does not use:
     its row of the Hessian would be zero."""
     L = problem.lower()
-    g = torch.autograd.grad(L, problem.theta, create_graph=True, allow_unused=True) if L.requires_grad else [None]
+    g = [None]                                                             # a constant: it does not use theta[0]
+    if L.requires_grad:
+        g = torch.autograd.grad(L, problem.theta, create_graph=True, allow_unused=True)
     for i, (t, p) in enumerate(zip(g, problem.theta)):
         if t is None:
             raise ValueError(f"the lower loss does not use theta[{i}], shape {tuple(p.shape)}: leave it out of theta")
     return flatten(g, problem.theta)
 
 
-def hvp(gradient, theta, vector):
-    """Hessian-vector product L_tt v by double backward: the derivative of <L_t, v> (Pearlmutter, 1994).
+def hvp(gradient, tensors, vector):
+    """Hessian-vector product L_tt v by double backward: the derivative of <L_t, v> by theta (Pearlmutter, 1994). By alpha
+    it is L_at v.
 
-    gradient: flat L_t, (N,), with its graph; theta: the tensors it was taken by; vector (N,).
+    gradient: flat L_t, (N,), with its graph; tensors: theta or alpha, a list; vector (N,). Returns (N,) or (M,).
     """
-    if not gradient.requires_grad:                                         # L is linear in theta
-        return torch.zeros_like(vector)
-    parts = torch.autograd.grad(gradient, theta, vector, retain_graph=True, allow_unused=True)
-    return flatten(parts, theta)
+    parts = [None] * len(tensors)
+    if gradient.requires_grad:                                             # else L is linear in theta
+        parts = torch.autograd.grad(gradient, tensors, vector, retain_graph=True, allow_unused=True)
+    return flatten(parts, tensors)
 
 
 def gauss_newton(problem):
@@ -335,10 +350,7 @@ def exact_hypergradient(problem, solver="cg", curvature="hessian", damping=0.0, 
         if solver == "cg" and report["products"] == max_iter and report["residual"] > tol:
             warnings.warn(f"CG stopped after max_iter = {max_iter} products at relative residual {report['residual']:.1e}, "
                           f"above {tol:g}")
-        cross = [None] * len(problem.alpha)
-        if L_t.requires_grad:
-            cross = torch.autograd.grad(L_t, problem.alpha, v, allow_unused=True)            # L_at v
-        return unflatten(F_a - flatten(cross, problem.alpha), problem.alpha), report
+        return unflatten(F_a - hvp(L_t, problem.alpha, v), problem.alpha), report            # F_a - L_at v
 
 
 # --- 4. First order ------------------------------------------------------------------------------
@@ -360,12 +372,9 @@ def unrolled_hypergradient(problem, steps, lr):
             problem.move_theta(-lr * L_t)
         v, h = problem.gradient(problem.upper())                           # F_t and F_a at theta_T
         for point in reversed(path):
-            with torch.no_grad():
-                for p, s in zip(problem.theta, point):
-                    p.copy_(s)
+            assign(problem.theta, point)
             L_t = lower_gradient(problem)
-            cross = torch.autograd.grad(L_t, problem.alpha, v, retain_graph=True, allow_unused=True)
-            h, v = h - lr * flatten(cross, problem.alpha), v - lr * hvp(L_t, problem.theta, v)
+            h, v = h - lr * hvp(L_t, problem.alpha, v), v - lr * hvp(L_t, problem.theta, v)
     return unflatten(h, problem.alpha), {"products": steps, "gradients": 2 * steps + 1}
 
 
@@ -428,43 +437,18 @@ def penalty_hypergradient(problem, lam, symmetric=False, tol=1e-14, inner_steps=
     return unflatten(h, problem.alpha), report
 
 
-@dataclasses.dataclass
-class Surrogate:
-    """What bome_direction carries from one step to the next when its surrogate persists.
-
-    lam: the fixed multiplier; about 1e3, round-off in float32 forbids much more. momentum: heavy
-    ball's. tolerance: the relative residual up to which alpha moves at full speed. batches: how
-    many mini-batches, one a call and of equal size, are averaged before the surrogate moves: all those of an epoch.
-    """
-    lam: float = 1e3
-    momentum: float = 0.9
-    tolerance: float = 0.01
-    batches: int = 1
-    shift: torch.Tensor = None                             # v = lam (theta_lam - theta_T), (N,)
-    previous: torch.Tensor = None                          # v one step ago
-    sharpest: torch.Tensor = None                          # direction of the largest curvature, (N,)
-    sharpness: float = 0.0                                 # that curvature
-    direction: torch.Tensor = None                         # h, (M,): alpha goes along it until there is a newer one
-    scale: float = 0.0                                     # of alpha's step; zero until v has settled once
-    sums: list = None                                      # over the mini-batches seen since v moved
-    seen: int = 0                                          # their number
-    steps: int = 0
-
-
-def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
+def bome_direction(problem, inner_steps, inner_lr, eta):
     """The joint descent direction of BOME (Liu et al., 2022, arXiv 2209.08709).
 
     theta_T = `inner_steps` gradient steps of size `inner_lr` on L(., alpha) from theta, with no
     gradient through them. The residual q = L(theta, alpha) - L(theta_T, alpha) replaces "theta is
     a minimiser": grad q = (L_t(theta), L_a(theta) - L_a(theta_T)), lam = max(0, eta - <grad F, grad q> / ||grad q||^2),
     and the direction is grad F + lam grad q. theta_T lives in theta's own memory and theta is
-    put back: T + 1.33 gradients, and one copy of theta. With a `Surrogate`: persistent_direction.
+    put back: T + 1.33 gradients, and one copy of theta.
 
     Returns (theta direction, alpha direction, report), the directions as lists of tensors and the
     report with "lam", "residual" q, "lower" L and "upper" F.
     """
-    if surrogate is not None:
-        return persistent_direction(problem, surrogate)
     if inner_steps < 1 or inner_lr is None:
         raise ValueError(f"BOME needs at least 1 of inner_steps and an inner_lr, not {inner_steps} and {inner_lr}")
     theta, alpha = problem.theta, problem.alpha
@@ -490,14 +474,38 @@ def bome_direction(problem, inner_steps, inner_lr, eta, surrogate=None):
     return unflatten(F_t + lam * q_t, theta), unflatten(F_a + lam * q_a, alpha), report
 
 
-def persistent_direction(problem, s):
-    """BOME with a surrogate that is carried along instead of restarted, in 3 gradients a step.
+@dataclasses.dataclass
+class Surrogate:
+    """What `persistent_direction` carries from one step to the next.
 
-    BOME's pair is theta_lam, descending L + F / lam, and theta_T, descending L. Stepped apart, each
-    lags behind its own moving minimum, and lam magnifies the difference of the lags. Here the
-    pair is kept as theta_T - the caller's theta, which descends L alone by whatever optimiser -
-    and the magnified difference v = lam (theta_lam - theta_T), so that the lag is common and
-    cancels. v descends with heavy ball, H v being a difference of two first gradients:
+    lam: the fixed multiplier; about 1e3, round-off in float32 forbids much more. momentum: heavy
+    ball's. tolerance: the relative residual up to which alpha moves at full speed. batches: how
+    many mini-batches, one a call and of equal size, are averaged before the surrogate moves: all those of an epoch.
+    """
+    lam: float = 1e3
+    momentum: float = 0.9
+    tolerance: float = 0.01
+    batches: int = 1
+    shift: torch.Tensor = None                             # v = lam (theta_lam - theta_T), (N,)
+    previous: torch.Tensor = None                          # v one step ago
+    sharpest: torch.Tensor = None                          # direction of the largest curvature, (N,)
+    sharpness: float = 0.0                                 # that curvature
+    direction: torch.Tensor = None                         # h, (M,): alpha goes along it until there is a newer one
+    scale: float = 0.0                                     # of alpha's step; zero until v has settled once
+    sums: list = None                                      # over the mini-batches seen since v moved
+    seen: int = 0                                          # their number
+    steps: int = 0
+
+
+def persistent_direction(problem, s):
+    """BOME with a surrogate that is carried along instead of restarted, in 3 gradients a step (and 20 at the start).
+
+    The exact hypergradient is F_a + L_at v with v = - H^-1 F_t, and v is what is carried along: the direction in
+    which theta's minimum gives way when F pulls at it. BOME's pair is theta_lam, descending L + F / lam, and theta_T,
+    descending L. Stepped apart, each lags behind its own moving minimum, and lam magnifies the difference of the
+    lags. Here the pair is kept as theta_T - the caller's theta, which descends L alone by whatever optimiser - and the
+    magnified difference v = lam (theta_lam - theta_T), so that the lag is common and cancels. v descends with heavy
+    ball, H v being a difference of two first gradients:
 
         H v = lam (L_t(theta + v / lam) - L_t(theta)),   r = H v + F_t,   v <- v - r / sharpness + momentum (v - v_before)
         h = F_a + lam (L_a(theta + v / lam) - L_a(theta)) -> the hypergradient as r -> 0.
@@ -541,15 +549,15 @@ def persistent_direction(problem, s):
     complete = s.seen == 0
     if complete:
         s.steps += 1
-        L_t, Hu, *rest = (a / s.batches for a in s.sums)
+        L_t, product, *rest = (a / s.batches for a in s.sums)              # H times the sharpest direction, or times v
         if measuring:
-            s.sharpest, s.sharpness = Hu, max(0.9 * s.sharpness, float(Hu.norm()))
+            s.sharpest, s.sharpness = product, max(0.9 * s.sharpness, float(product.norm()))
             if not 0 < s.sharpness < math.inf:
                 raise ArithmeticError(f"the lower loss has curvature {s.sharpness} in theta: no surrogate can follow "
                                       "its minimum")
         else:
             F_t, s.direction = rest
-            r, size = Hu + F_t, F_t.norm()
+            r, size = product + F_t, F_t.norm()
             residual = report["residual"] = float(r.norm() / (size if size > 0 else 1.0))  # F without theta: v stays zero
             s.shift, s.previous = s.shift - r / s.sharpness + s.momentum * (s.shift - s.previous), s.shift
             s.scale = s.tolerance / max(residual, s.tolerance) if s.scale or residual <= s.tolerance else 0.0
@@ -668,13 +676,15 @@ def sharpness_of(problem):
 
 
 def settled_bome(problem, T, inner_lr, budget=300):
-    """BOME's alpha direction where it is used: at theta that has followed BOME's own theta direction,
-    alpha held, for about `budget` gradients - the same for every T."""
+    """BOME's alpha direction where it is used: at theta that has followed BOME's own theta direction, alpha held, for
+    about `budget` inner steps, the same for every T. The seconds are those of the last direction alone."""
     with problem.keep_theta():
         for _ in range(max(1, budget // T)):
+            start = time.perf_counter()
             d_theta, d_alpha, report = bome_direction(problem, T, inner_lr, eta=0.5)
+            seconds = time.perf_counter() - start
             problem.move_theta(-inner_lr / max(1.0, report["lam"]) * flatten(d_theta, problem.theta))
-    return d_alpha, {"gradients": T + 1.33}
+    return d_alpha, {"gradients": T + 1.33, "seconds": seconds}
 
 
 def peak_bytes(call):
@@ -711,7 +721,7 @@ def at_one_point(problem, mu, memory):
     reached = converge(problem, sharpness)
     truth, report = exact_hypergradient(problem, "dense")
     truth, sharpness = flatten(truth, problem.alpha), report["largest_eigenvalue"]
-    facts = {"parameters": report["products"], "gradient_norm": reached, "largest_eigenvalue": sharpness,
+    facts = {"parameters": sum(p.numel() for p in problem.theta), "gradient_norm": reached, "largest_eigenvalue": sharpness,
              "condition_number": sharpness / report["smallest_eigenvalue"], "mu": mu}
     exact = lambda **options: (lambda: exact_hypergradient(problem, **options))
     step = 1 / sharpness
@@ -744,8 +754,8 @@ def measure(problem, jobs, truth):
             report = {}
         # A product costs about two gradients; solving the penalty's inner problems is not counted.
         gradients = None if "penalty" in method else report.get("gradients", 2 * report.get("products", 1) + 3)
-        rows.append({"method": method, "setting": setting, **found, "seconds": time.perf_counter() - start,
-                     "gradients": gradients, "peak_bytes": None})
+        rows.append({"method": method, "setting": setting, **found, "gradients": gradients, "peak_bytes": None,
+                     "seconds": report.get("seconds", time.perf_counter() - start)})
     return rows
 
 
@@ -760,7 +770,10 @@ def along_a_trajectory(problem, kind, speed, budget, looks=3):
     converge(problem, sharpness, tol=1e-6)
     for step in range(steps):
         problem.draw()                                     # the budget counts gradients of what it draws
-        d_theta, d_alpha, report = bome_direction(problem, kind, 1 / sharpness, 0.5, kind if persistent else None)
+        if persistent:
+            d_theta, d_alpha, report = persistent_direction(problem, kind)
+        else:
+            d_theta, d_alpha, report = bome_direction(problem, kind, 1 / sharpness, 0.5)
         d_theta, d_alpha = flatten(d_theta, problem.theta), flatten(d_alpha, problem.alpha)
         if not persistent:
             problem.move_theta(-d_theta / (sharpness * max(1.0, report["lam"])))
@@ -783,10 +796,13 @@ def along_a_trajectory(problem, kind, speed, budget, looks=3):
             for p, d in zip(problem.alpha, unflatten(d_alpha, problem.alpha)):
                 p -= speed * d
         moved += speed * float(d_alpha.norm())
-    errors, cosines = [f["relative_error"] for f in found], [f["cosine"] for f in found]
-    return {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "looks": len(found), "lost_at": lost_at,
-            "mean_cosine": sum(cosines) / len(found), "worst_cosine": min(cosines), "cosine": cosines[-1],
-            "relative_error": sum(errors) / len(found)}
+    row = {"steps": steps, "gradients": budget, "speed": speed, "alpha_path": moved, "looks": len(found), "lost_at": lost_at,
+           "mean_cosine": None, "worst_cosine": None, "cosine": None, "relative_error": None}
+    if found:                                              # else alpha never moved, or the minimum was lost before
+        errors, cosines = [f["relative_error"] for f in found], [f["cosine"] for f in found]
+        row |= {"mean_cosine": sum(cosines) / len(found), "worst_cosine": min(cosines), "cosine": cosines[-1],
+                "relative_error": sum(errors) / len(found)}
+    return row
 
 
 def language_model(directory, questions, mu=0.1, n=8, rank=8):
@@ -990,7 +1006,7 @@ def laboratory(args):
         rows += found
     if args.json:
         said = {k: v for k, v in vars(args).items() if k not in ("json", "plot") and v is not None}
-        command = "python bilevel.py " + " ".join(f"--{k} {Path(str(v)).name}" for k, v in said.items())
+        command = "python bilevel.py " + " ".join(f"--{k} {Path(str(v)).name}" for k, v in said.items())     # no folders
         write_json(args.json, {"command": command, "problem": facts, "rows": rows})
     if args.plot:
         plot([r for r in rows if r["problem"] in ("easy", "hard")], args.plot)

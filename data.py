@@ -248,14 +248,16 @@ def read_records(path):
         head = f.read(BLOCK)
     header = head.strip().partition("\n")[0].rstrip("\r").split("\t")
     _, first = next(csv_rows(io.StringIO(head)), (1, None))
+    keyed = bool(first) and first[-1].strip() in tuple(LETTERS[:len(first) - 2])           # a question, options, a letter
+    looks_like_csv = keyed or not head.lstrip().startswith(("{", "["))                     # its question may start so, too
     array = re.match(r'\s*(\{[^][{}]*"Data"\s*:\s*)?\[', head)
     with opened(path) as f:
         lines = (line.replace("\r\n", "\n") for line in f)
         if len(header) > 1 and "question" in header:
             for number, cells in itertools.islice(csv_rows(lines, "\t"), 1, None):
                 yield number, dict(zip(header, cells)) if cells and len(cells) == len(header) else None
-        elif not head.lstrip().startswith(("{", "[")) or first and first[-1].strip() in tuple(LETTERS[:len(first) - 2]):
-            yield from csv_rows(lines)                     # a CSV's first question may open with a bracket, too
+        elif looks_like_csv:
+            yield from csv_rows(lines)
         elif array:
             yield from json_array(f, array.end())
         else:

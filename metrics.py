@@ -101,13 +101,17 @@ def equal_width(confidence, bins):
 
     Edges are rounded to the precision of `confidence`, so that 0.3 is on the edge 3/10 in float32 too.
     """
-    if not isinstance(bins, (int, np.integer)) or bins < 1:
-        raise ValueError(f"bins must be a whole number from 1, not {bins!r}")
+    check_bins(bins)
     edges = (np.arange(1, bins) / bins).astype(confidence.dtype)
     return np.searchsorted(edges, confidence)
 
 
-def gap_of_bin(bin_of, confidence, correct):
+def check_bins(bins):
+    if not isinstance(bins, (int, np.integer)) or bins < 1:
+        raise ValueError(f"bins must be a whole number from 1, not {bins!r}")
+
+
+def gap_of_row(bin_of, confidence, correct):
     """The bin of each row (n,) -> mean confidence - accuracy of that bin, again for each row (n,)."""
     return (np.bincount(bin_of, confidence - correct) / np.maximum(np.bincount(bin_of), 1))[bin_of]
 
@@ -119,7 +123,7 @@ def ece(confidence, correct, bins=10):
     the first. ValueError on anything else. Naeini et al., AAAI 2015; Guo et al., ICML 2017, eq. 3.
     """
     confidence, correct = check_confidence(confidence, correct)
-    return float(abs(gap_of_bin(equal_width(confidence, bins), confidence, correct)).mean())
+    return float(abs(gap_of_row(equal_width(confidence, bins), confidence, correct)).mean())
 
 
 def adaptive_ece(confidence, correct, bins=10):
@@ -129,15 +133,15 @@ def adaptive_ece(confidence, correct, bins=10):
     bin always and, without ties, bin sizes differ by one at most.
     """
     confidence, correct = check_confidence(confidence, correct)
-    equal_width(confidence, bins)                          # the check of `bins`
+    check_bins(bins)
     smaller = np.searchsorted(np.sort(confidence), confidence)             # (n,) number of smaller ones
-    return float(abs(gap_of_bin(smaller * bins // len(confidence), confidence, correct)).mean())
+    return float(abs(gap_of_row(smaller * bins // len(confidence), confidence, correct)).mean())
 
 
 def maximum_calibration_error(confidence, correct, bins=10):
     """The largest |mean confidence - accuracy| of the equal-width bins that hold a row (Guo et al., 2017, eq. 5)."""
     confidence, correct = check_confidence(confidence, correct)
-    return float(abs(gap_of_bin(equal_width(confidence, bins), confidence, correct)).max())
+    return float(abs(gap_of_row(equal_width(confidence, bins), confidence, correct)).max())
 
 
 def smooth_ece(confidence, correct):
@@ -172,7 +176,7 @@ def brier_decomposition(confidence, correct, bins=10):
     the usual sum of n_b/n accuracy (1 - accuracy) of Murphy, 1973.
     """
     confidence, correct = check_confidence(confidence, correct)
-    gap = gap_of_bin(equal_width(confidence, bins), confidence, correct)
+    gap = gap_of_row(equal_width(confidence, bins), confidence, correct)
     return float((gap ** 2).mean()), float(((confidence - gap - correct) ** 2).mean())
 
 
@@ -199,7 +203,7 @@ def accuracy_at_coverage(confidence, correct, coverage):
     confidence, correct = check_confidence(confidence, correct)
     if not 0 < coverage <= 1:
         raise ValueError(f"coverage must lie in (0, 1], not {coverage}")
-    kept = math.ceil(round(coverage * len(confidence), 9))                 # 0.07 x 100 is 7.000000000000001
+    kept = max(1, math.ceil(round(coverage * len(confidence), 9)))         # 0.07 x 100 is 7.000000000000001
     threshold = np.sort(confidence)[-kept]
     above, tied = confidence > threshold, confidence == threshold
     return float((correct[above].sum() + (kept - above.sum()) * correct[tied].mean()) / kept)
@@ -264,7 +268,7 @@ def fit_temperature(logits, labels):
         return sums / len(z)
 
     low, high, b = 1 / TEMPERATURES[1], 1 / TEMPERATURES[0], 1.0      # of b
-    for step in itertools.count(1):                        # Newton's, but every third halves the bracket's logarithm
+    for step in itertools.count(1):                        # Newton's, but every third bisects, in the logarithm
         _, slope, curvature = derivatives(b)
         low, high = (b, high) if slope < 0 else (low, b)
         newton = b - slope / curvature if curvature > 0 else math.inf
@@ -558,11 +562,13 @@ def check_prediction(row):
     """One line of predictions -> whether it is of an open question, and (probabilities, gold) or (classes, gold); or a
     ValueError."""
     if isinstance(row, dict) and {"classes", "gold"} <= row.keys():
-        hashable = lambda c: tuple(map(hashable, c)) if isinstance(c, list) else c
-        classes = row["classes"]
-        if not isinstance(classes, list) or not classes or any(isinstance(c, dict) for c in [*classes, row["gold"]]):
+        as_class = lambda c: tuple(c) if isinstance(c, list) else c       # the toy's classes may be lists of tokens
+        simple = lambda c: isinstance(c, (str, int, float, type(None)))
+        classes, gold = row["classes"], row["gold"]
+        if not (isinstance(classes, list) and classes and all(simple(c) or isinstance(c, list) and all(map(simple, c))
+                                                              for c in [*classes, gold])):
             raise ValueError("classes must be a list of at least one text or number, and gold one of the same kind")
-        return True, ([hashable(c) for c in classes], hashable(row["gold"]))
+        return True, (list(map(as_class, classes)), as_class(gold))
     if not isinstance(row, dict) or not {"probabilities", "choice", "gold"} <= row.keys():
         raise ValueError("a prediction is a JSON object with probabilities, choice and gold, or with classes and gold")
     p, choice, gold = row["probabilities"], row["choice"], row["gold"]
@@ -576,11 +582,12 @@ def check_prediction(row):
 
 
 def read_predictions(path):
-    """JSON lines, plain or gzipped, a question each: {"method", "domain" or "file", "probabilities", "choice", "gold"}, or,
-    where it was open, {..., "classes" (of the samples, null where one was empty), "gold" (the right class)}.
+    """JSON lines, plain or gzipped, a question each: {"method", "seed", "domain" or "file", "probabilities", "choice",
+    "gold"}, or, where it was open, {..., "classes" (of the samples, null where one was empty), "gold" (the right class, or
+    a list of them)}; method, seed and domain may be missing.
 
-    -> {(method, domain, False): (probabilities (n, k), padded with 0, and gold (n,)),
-    (method, domain, True): (classes, golds)}; a ValueError names file and line."""
+    -> {(method, seed, domain, False): (probabilities (n, k), padded with 0, and gold (n,)),
+    (method, seed, domain, True): (classes, golds)}; a ValueError names file and line."""
     with open(path, "rb") as f:
         zipped = f.read(2) == b"\x1f\x8b"
     groups, number = {}, 0
@@ -590,15 +597,15 @@ def read_predictions(path):
                 if line.strip():
                     row = json.loads(line.decode("utf-8-sig"))
                     is_open, prediction = check_prediction(row)
-                    key = str(row.get("method", "")), str(row.get("domain", row.get("file", ""))), is_open
+                    key = str(row.get("method", "")), str(row.get("seed", "")), str(row.get("domain", row.get("file", ""))), is_open
                     groups.setdefault(key, []).append(prediction)
         except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not groups:
         raise ValueError(f"{path} holds no predictions")
-    k = max((len(p) for key, rows in groups.items() if not key[2] for p, _ in rows), default=0)
+    k = max((len(p) for key, rows in groups.items() if not key[-1] for p, _ in rows), default=0)
     padded = lambda rows: np.array([p + [0] * (k - len(p)) for p, _ in rows], float)
-    return {key: tuple(zip(*rows)) if key[2] else (padded(rows), np.array([gold for _, gold in rows]))
+    return {key: tuple(zip(*rows)) if key[-1] else (padded(rows), np.array([gold for _, gold in rows]))
             for key, rows in groups.items()}
 
 
@@ -684,8 +691,9 @@ def main(argv=None):
 
 def report(args):
     """Print the metrics and diagrams of args.predictions; write --json and --plot."""
-    rows, panels, diagrams = [], [], []
-    for (method, domain, is_open), (predictions, gold) in read_predictions(args.predictions).items():
+    rows, panels, diagrams, groups = [], [], [], read_predictions(args.predictions)
+    several = len({seed for _, seed, _, _ in groups}) > 1
+    for (method, seed, domain, is_open), (predictions, gold) in groups.items():
         if is_open:
             confidence, correct, _ = modal_answers(predictions, gold)
             numbers = evaluate_open(predictions, gold, args.bins)
@@ -693,9 +701,9 @@ def report(args):
             confidence, correct = predictions.max(1), predictions.argmax(1) == gold
             low, high = bootstrap_interval(lambda c, y: ece(c, y, args.bins), confidence, correct)
             numbers = {**evaluate(predictions, gold, args.bins), "conf_ece_low": low, "conf_ece_high": high}
-        rows.append({"method": method, "domain": domain, **numbers})
+        rows.append({"method": method, **({"seed": seed} if several else {}), "domain": domain, **numbers})
         if len(confidence):                                # some answer was not empty
-            panels.append((f"{method}, {domain}", confidence, correct))
+            panels.append((f"{method}, {domain}" + f", seed {seed}" * several, confidence, correct))
             diagrams.append(reliability_diagram(confidence, correct, args.bins, panels[-1][0]))
     if args.json:
         write_json(args.json, {"rows": rows})

@@ -59,7 +59,8 @@ class Config:
                 value = float(value)
             low = 0 if field.name in ("head_dim", "dropout") else 1 if kind is int else -math.inf
             high = {int: 10_000 if field.name == "num_hidden_layers" else 2 ** 31, float: sys.float_info.max}.get(kind)
-            if type(value) is not kind or high and not low <= value <= high:
+            outside = high is not None and type(value) is kind and not low <= value <= high
+            if type(value) is not kind or outside:
                 wanted = ("a positive " if low == 1 else "a ") + kind.__name__ + f" up to {high}" * (kind is int)
                 raise ValueError(f"{field.name} = {value!r} is not {wanted}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
@@ -133,8 +134,9 @@ def rope_tables(config, start, T, device):
     sharper = 1.0
     if kind == "yarn":
         longest = scaling.get("original_max_position_embeddings", longest)
-        place = lambda turns: D * math.log(longest / (2 * math.pi * turns)) / (2 * math.log(theta))     # of the pair that
-        first = max(0, math.floor(place(scaling.get("beta_fast", 32))))                            # turns so often there
+        # The place of the pair that turns so often in the original context:
+        place = lambda turns: D * math.log(longest / (2 * math.pi * turns)) / (2 * math.log(theta))
+        first = max(0, math.floor(place(scaling.get("beta_fast", 32))))
         last = min(D - 1, math.ceil(place(scaling.get("beta_slow", 1))))
         slow = ((torch.arange(D // 2, device=device) - first) / max(last - first, 0.001)).clamp(0, 1)
         frequency = slow * frequency / factor + (1 - slow) * frequency
@@ -181,6 +183,7 @@ class Attention(nn.Module):
 
         if cache is not None:
             K, V, start = cache                                            # (n, kv heads, capacity, D) twice
+            assert start == 0 or T == 1, "after the prompt a cache takes one token at a time"
             K[:, :, start:start + T], V[:, :, start:start + T] = k, v      # one prompt (B = 1) fills all n rows
             if start:
                 first = max(0, start + 1 - c.sliding_window) if self.windowed else 0
@@ -651,30 +654,32 @@ def generate(model, ids, max_new_tokens, temperature=1.0, n=1, adjustment=None, 
     wide = torch.float32 if weight.device.type == "mps" else torch.float64 # summing V probabilities; MPS has no float64
     answers, open_rows, start = [[] for _ in range(n)], set(range(n)), 0
     model.eval()
-    for _ in range(max_new_tokens):
-        logits = model.head(model.hidden(ids, cache, start)[:, -1])        # (1, V) after the prompt, then (n, V)
-        start += ids.shape[1]
-        if adjustment is not None:
-            logits = adjustment(logits)
-        if temperature == 0:
-            tokens = logits.argmax(-1).expand(n)
-        else:
-            # Inverse transform: the first token at which the cumulated probability reaches a uniform u in (0, 1].
-            # torch.multinomial draws V random numbers a row, this one.
-            cumulated = (logits.to(wide) / temperature).softmax(-1).cumsum(-1)                # (1, V) or (n, V)
-            u = 1 - torch.rand(n, 1, generator=generator, dtype=wide, device=weight.device)
-            tokens = torch.searchsorted(cumulated.expand(n, -1).contiguous(), u * cumulated[:, -1:])[:, 0]
-        for row, token in enumerate(tokens.tolist()):
-            if row not in open_rows:
-                continue
-            if token not in stop_ids:
-                answers[row].append(token)
-            if token in stop_ids or stop and any(text in decode(answers[row]) for text in stop):
-                open_rows.remove(row)
-        if not open_rows:
-            break
-        ids = tokens[:, None]                                              # (n, 1)
-    model.train(training)
+    try:
+        for _ in range(max_new_tokens):
+            logits = model.head(model.hidden(ids, cache, start)[:, -1])    # (1, V) after the prompt, then (n, V)
+            start += ids.shape[1]
+            if adjustment is not None:
+                logits = adjustment(logits)
+            if temperature == 0:
+                tokens = logits.argmax(-1).expand(n)
+            else:
+                # Inverse transform: the first token at which the cumulated probability reaches a uniform u in (0, 1].
+                # torch.multinomial draws V random numbers a row, this one.
+                cumulated = (logits.to(wide) / temperature).softmax(-1).cumsum(-1)         # (1, V) or (n, V)
+                u = 1 - torch.rand(n, 1, generator=generator, dtype=wide, device=weight.device)
+                tokens = torch.searchsorted(cumulated.expand(n, -1).contiguous(), u * cumulated[:, -1:])[:, 0]
+            for row, token in enumerate(tokens.tolist()):
+                if row not in open_rows:
+                    continue
+                if token not in stop_ids:
+                    answers[row].append(token)
+                if token in stop_ids or stop and any(text in decode(answers[row]) for text in stop):
+                    open_rows.remove(row)
+            if not open_rows:
+                break
+            ids = tokens[:, None]                                          # (n, 1)
+    finally:
+        model.train(training)
     return answers
 
 
@@ -693,7 +698,7 @@ def write_atomically(path, write):
         raise
 
 
-def write_json(path, value):
+def write_config(path, value):
     write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
@@ -741,7 +746,7 @@ def save_adapters(model, directory, adjustment=None):
     layer = next(iter(layers.values()))
     leaves = sorted({name.rpartition(".")[2] for name in layers})
     everywhere = len(layers) == len(leaves) * len(model.layers)            # then PEFT's short form says it
-    write_json(directory / "adapter_config.json", {
+    write_config(directory / "adapter_config.json", {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(model.source or ""),
         "r": layer.rank, "lora_alpha": layer.alpha, "lora_dropout": 0.0, "bias": "none", "inference_mode": True,
         "target_modules": leaves if everywhere else [hub_name(name) for name in layers]})
@@ -842,4 +847,4 @@ def save_pretrained(model, directory, adjustment=None):
                 shutil.copy(file, directory)
     config |= {"tie_word_embeddings": "lm_head.weight" not in names, "head_bias": "lm_head.bias" in names,
                "torch_dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch.")}
-    write_json(directory / "config.json", config)                          # last: without it the directory is no model
+    write_config(directory / "config.json", config)                          # last: without it the directory is no model

@@ -40,8 +40,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, compare, exact_hypergradient, flatten,
-                     negative_entropy, parametric_cross_entropy, unflatten)
+from bilevel import (Bilevel, LogitAdjustment, Surrogate, assign, bome_direction, chunked, compare, exact_hypergradient, flatten,
+                     negative_entropy, parametric_cross_entropy, persistent_direction, unflatten)
 from data import (IGNORE, Asked, Prompter, World, check_disjoint, collate, kind_of, question_key, sample, stream, supervise,
                   within_context)
 from metrics import (Parser, bootstrap_interval, check_output, complain, ece, evaluate, evaluate_open, fit_temperature,
@@ -145,10 +145,10 @@ def calm_direction(problem, args, state):
 
 
 def surrogate_direction(problem, args, state):
-    """The improved first-order step: theta descends L alone, alpha the penalty's hypergradient at a
-    surrogate that persists. Mini-batches and AdamW's scaling forgive a surrogate that lags."""
-    surrogate = state.setdefault("surrogate", Surrogate(lam=100.0, momentum=0.0, tolerance=1e9))
-    return bome_direction(problem, 1, None, 0, surrogate)
+    """The improved first-order step: theta descends L alone, alpha the penalty's hypergradient at a surrogate that persists.
+    A small lam and no momentum, for the noise of mini-batches; a tolerance that never holds alpha, as AdamW takes no more
+    than the sign and size of many steps from it."""
+    return persistent_direction(problem, state.setdefault("surrogate", Surrogate(lam=100.0, momentum=0.0, tolerance=1e9)))
 
 
 def exact_direction(problem, args, state):
@@ -156,19 +156,20 @@ def exact_direction(problem, args, state):
     by CG on Gauss-Newton plus mu, which is biased."""
     h, report = hypergradient(problem, args)
     L = problem.lower()
-    return (unflatten(problem.gradient(L)[0], problem.theta), h,
-            {"lower": L.item(), "upper": problem.upper().item(), "gauss_newton": float(report["negative_curvature"])})
+    return unflatten(problem.gradient(L)[0], problem.theta), h, {"lower": L.item(), "upper": problem.upper().item(), **report}
 
 
 def hypergradient(problem, args):
-    """The hypergradient by CG at the current point, as a list; the report says whether it is Gauss-Newton's."""
+    """The hypergradient by CG at the current point, as a list, and a report: 1.0 in "gauss_newton" if it is Gauss-Newton's,
+    and the relative "cg_residual" at which CG stopped."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")                    # theta is near its minimum, not at it: known and meant
         h, report = exact_hypergradient(problem, tol=1e-2, max_iter=args.products)
-        if report["negative_curvature"]:
-            h, _ = exact_hypergradient(problem, curvature="gauss-newton", damping=args.mu, tol=1e-2,
-                                       max_iter=args.products)
-    return h, report
+        indefinite = report["negative_curvature"]
+        if indefinite:
+            h, report = exact_hypergradient(problem, curvature="gauss-newton", damping=args.mu, tol=1e-2,
+                                            max_iter=args.products)
+    return h, {"gauss_newton": float(indefinite), "cg_residual": report["residual"]}
 
 
 @dataclasses.dataclass
@@ -183,12 +184,12 @@ METHODS = {
     "aligned": None,                                       # the model before
     "ts": None, "ts-oracle": None,                         # T from domain A; T from the test set itself, a bound
     "ft": Method(ft_direction, "", ("steps", 75, 150, 300)),
-    "ft-hot": Method(ft_direction, "--temperature 1.6", ("temperature", 1.35, 1.5, 1.8)),     # alpha fixed by hand
+    "ft-hot": Method(ft_direction, "--temperature 1.5", ("temperature", 1.35, 1.5, 1.8)),     # alpha fixed by hand
     "ls": Method(ft_direction, "--label-smoothing 0.1", ("label-smoothing", 0.05, 0.1, 0.2)),
     "cft": Method(ft_direction, "--choices", ("steps", 75, 150, 300)),
-    "cft-binned": Method(binned_direction, "--choices --bin-weight 1", ("bin-weight", 0.3, 1.0, 3.0)),
-    "reg": Method(reg_direction, "--reg-weight 0.1", ("reg-weight", 0.02, 0.05, 0.1)),
-    "iterate": Method(iterate_direction, "--reg-weight 0.1", ("reg-weight", 0.01, 0.03, 0.1)),
+    "cft-binned": Method(binned_direction, "--choices", ("bin-weight", 0.3, 1.0, 3.0)),
+    "reg": Method(reg_direction, "", ("reg-weight", 0.02, 0.05, 0.1)),
+    "iterate": Method(iterate_direction, "", ("reg-weight", 0.01, 0.03, 0.1)),
     "calm": Method(calm_direction, "--mode vector --alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
     "calm-scalar": Method(calm_direction, "--alpha-lr 1.4e-3", ("eta", 5, 10, 20)),
     "calm-persistent": Method(surrogate_direction, "--settle 0.5", ("alpha-lr", 2e-3, 2.8e-3, 4e-3)),
@@ -215,7 +216,7 @@ class Task:
     choices: callable                                      # B, generator -> Questions of domain A to train on, for cft
     valid: dict                                            # scoring -> Questions of domain A on which ts fits T
     tests: list                                            # (domain, scoring, Questions); these can be gone through again
-    meaning: callable = tuple                              # tokens of a sampled answer -> what it means; None, "": nothing
+    meaning: callable = None                               # tokens of a sampled answer -> what it means; None, "": nothing
     stop_ids: tuple = ()                                   # tokens that end an answer
     stop: dict = dataclasses.field(default_factory=dict)   # further arguments of `generate` that do
 
@@ -287,9 +288,7 @@ def restore(path, method, args, seed, problem, optimizer, generator, state):
         return []
     if saved["settings"] != settings_of(args):
         raise ValueError(f"{path}: made with other settings; give the same flags, or another --out")
-    with torch.no_grad():
-        for p, q in zip(problem.theta + problem.alpha, saved["theta"] + saved["alpha"]):
-            p.copy_(q)
+    assign(problem.theta + problem.alpha, saved["theta"] + saved["alpha"])
     optimizer.load_state_dict(saved["optimizer"])
     generator.set_state(saved["random"].cpu())
     state.update(saved["carried"])
@@ -414,21 +413,20 @@ def fit(task, method, args, seed):
     steps = tqdm(range(len(trace), args.steps), desc=method, leave=False, disable=None)
     with steps as bar, finish_the_step() as interrupted:
         for step in bar:
-            held = not args.steps * args.wait <= step < args.steps * (1 - args.settle)
+            moving = args.steps * args.wait <= step < args.steps * (1 - args.settle)         # alpha, that is
             optimizer.param_groups[0]["lr"] = args.lr * min(1, 2 * (1 - step / args.steps))
             state["step"] = step
             draw(generator)
-            d_theta, d_alpha, report = (ft_direction if held else direction)(problem, args, state)
+            d_theta, d_alpha, report = (direction if moving else ft_direction)(problem, args, state)
             for key in ("lower", "upper"):
                 if not math.isfinite(report.get(key, 0.0)):
                     last = f"; the last good checkpoint is {checkpoint}" if checkpoint.is_file() else ""
                     raise FloatingPointError(f"{method}: the {key} loss is {report[key]} at step {step}; "
                                              f"try a smaller --lr or --alpha-lr{last}")
-            if args.check and step % args.check == args.check - 1 and not held:
-                truth, reference = hypergradient(problem, args)
-                h = report.get("direction", flatten(d_alpha, alpha))
-                report |= {**compare(h, flatten(truth, alpha)), "gauss_newton": float(reference["negative_curvature"])}
-            for p, d in zip(theta + alpha, d_theta + (d_alpha if not held else [None] * len(alpha))):
+            if args.check and step % args.check == args.check - 1 and moving:
+                truth, about = hypergradient(problem, args)
+                report |= {**compare(report.get("direction", flatten(d_alpha, alpha)), flatten(truth, alpha)), **about}
+            for p, d in zip(theta + alpha, d_theta + (d_alpha if moving else [None] * len(alpha))):
                 p.grad = d                                 # without one AdamW passes over a parameter
             optimizer.step()
             trace.append({key: value for key, value in report.items() if isinstance(value, float)})
@@ -537,9 +535,10 @@ def align(model, world, args, seed, domain="B"):
     return model
 
 
-def toy_task(args, seed, trained="A"):
-    """World `seed`: aligned on one domain, the other domain's data to train on. Domain A is trained on, or B."""
-    world, aligned = World(seed, shared=args.shared), {"A": "B", "B": "A"}[trained]
+def toy_task(args, seed):
+    """World `seed`: aligned on one domain, the other domain's data to train on."""
+    world, trained = World(seed, shared=args.shared), args.train_domain
+    aligned = {"A": "B", "B": "A"}[trained]
     model = align(pretrain(world, args, seed), world, args, seed, aligned).eval()
     generator = torch.Generator().manual_seed(seed)
 
@@ -660,10 +659,10 @@ def real_task(args, seed):
         return questions
 
     valid = {scoring: ask(parts["validation"], form_of(scoring), "validation") for scoring in args.scoring}
-    heldout = [q for scoring in args.scoring for q in ask(parts["held-out"], form_of(scoring), "held-out")]
+    forms = sorted({form_of(scoring) for scoring in args.scoring})
+    heldout = [q for form in forms for q in ask(parts["held-out"], form, "held-out")]
     tests = [(name, scoring, ask(rows, scoring.split("-")[0], name)) for name, (rows, fitting) in tests.items()
              for scoring in fitting]
-    forms = sorted({form_of(scoring) for scoring in args.scoring})
 
     def draw(n, g, forms):
         questions, misses, rows = [], 0, parts["training"]
@@ -692,7 +691,8 @@ def real_task(args, seed):
     print(f"{args.model}: prompts in {prompter.form} form; "
           + ", ".join(f"{len(rows)} {name}" for name, rows in parts.items()) + " questions")
     if args.show_prompt:
-        for name, scoring, questions in tests[:len(args.scoring)]:
+        first = {scoring: (name, scoring, questions) for name, scoring, questions in reversed(tests)}
+        for name, scoring, questions in reversed(first.values()):
             print(f"\n{name}, {scoring} scoring\n{prompter.show(next(iter(questions)))}")
     if args.quantize:
         quantize_base(model)
@@ -809,7 +809,7 @@ def run_method(task, method, args, seed, note=lambda prediction: None):
     is given a dict a question as soon as it is answered."""
     adjustment, trace = train_method(task, method, args, seed)
     learnt = {"log_scale": trace[-1]["log_scale"]} if trace else {}
-    for key in ("cosine", "relative_error", "gauss_newton"):               # the mean over the steps that were looked at
+    for key in ("cosine", "relative_error", "gauss_newton", "cg_residual"):                # means over the steps looked at
         known = [step[key] for step in trace if not math.isnan(step.get(key, math.nan))]
         if known:
             learnt[key] = sum(known) / len(known)
@@ -897,7 +897,7 @@ def run(args, kept):
     rows = read_results(args) if args.resume and results.is_file() else []
     writes, begun = args.out and rank()[0] == 0, bool(rows)
     for seed in range(args.world_seed, args.world_seed + args.seeds):
-        task = real_task(args, seed) if args.model else toy_task(args, seed, args.train_domain)
+        task = real_task(args, seed) if args.model else toy_task(args, seed)
         for method in args.methods:
             if any((row["method"], row["seed"]) == (method, seed) for row in rows):
                 continue                                   # --resume: it had finished
@@ -1091,7 +1091,8 @@ def command_line():
     a("--products", type=count, default=20, help="of CG, in calm-exact and --check")
     a("--check", type=size, default=0, help="compare alpha's direction with the exact hypergradient every so many steps")
     a("--save-every", type=size, default=0, metavar="N", help="with --out: checkpoint.pt every N steps, and at Ctrl-C")
-    a("--resume", action="store_true", help="with --out: go on from what is there, checkpoint and finished methods")
+    a("--resume", action="store_true", help="with --out: go on from what is there, checkpoint and finished methods (of "
+      "which --plot then draws accuracy only)")
     a("--rank", type=count, default=8, help="of the adapters")
     a("--lora-alpha", type=share, default=16.0, help="their scale is this / rank")
     a("--samples", type=number(int, 2), default=10, help="answers to a question with --scoring open")
@@ -1121,7 +1122,7 @@ def parse(argv):
                 raise ValueError(f"unknown {what} {name!r}; there are {', '.join(known)}")
     if args.select:
         trying = [m for method in args.methods if METHODS[method.split("/")[0]] for m in settings_to_try(method, args)]
-        args.methods = ["aligned", *trying]
+        args.methods = ["aligned", *dict.fromkeys(trying)]
 
     def parse_method(method):
         name, *given = method.split("/")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, conjugate_gradient, exact_mode, hvp,
-                     largest_eigenvalue, lower_gradient, negative_entropy, parametric_cross_entropy, peak_bytes,
+                     largest_eigenvalue, lower_gradient, negative_entropy, parametric_cross_entropy, peak_bytes, persistent_direction,
                      unrolled_hypergradient)
 from data import Question
 from model import Config, Transformer, add_lora, generate
@@ -90,11 +90,11 @@ def directions(device):
             assert report["products"] == products and not report["negative_curvature"]
 
     surrogate = Surrogate()
-    bome_direction(p, 1, None, 0, surrogate)               # its 20 power iterations, once
+    persistent_direction(p, surrogate)               # its 20 power iterations, once
     jobs = {"hvp, from scratch": hvp_from_scratch, "CG-10": lambda: cg(10), "CG-20": lambda: cg(20),
             "unroll-10": lambda: unrolled_hypergradient(p, 10, 1e-3),
             "BOME T = 1": lambda: bome_direction(p, 1, 1e-3, 0.5), "BOME T = 3": lambda: bome_direction(p, 3, 1e-3, 0.5),
-            "BOME T = 10": lambda: bome_direction(p, 10, 1e-3, 0.5), "BOME persistent": lambda: bome_direction(p, 1, None, 0, surrogate)}
+            "BOME T = 10": lambda: bome_direction(p, 10, 1e-3, 0.5), "BOME persistent": lambda: persistent_direction(p, surrogate)}
     time_of = ratios(jobs, one, repeats=5)
     time_of["hvp, graph kept"] = (time_of["CG-20"] - time_of["CG-10"]) / 10
     unit = peak(device, one)

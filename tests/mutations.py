@@ -30,15 +30,15 @@ FLIPS = [
     ("ignored targets", "bilevel.py", "supervised = targets != ignore_index", "supervised = targets != ignore_index - 1", "test_bilevel", "masked"),
     ("mean over chunks", "bilevel.py", "lambda h, *y: len(h) * loss(head(h), *y)", "lambda h, *y: loss(head(h), *y)", "test_bilevel", "chunked_losses_equal"),
     # The exact hypergradient
-    ("sign of the hypergradient", "bilevel.py", "F_a - flatten(cross, problem.alpha)", "F_a + flatten(cross, problem.alpha)", "test_bilevel", "case_01"),
-    ("the direct part of it", "bilevel.py", "unflatten(F_a - flatten(cross", "unflatten(0 * F_a - flatten(cross", "test_bilevel", "case_01 or closed_form"),
+    ("sign of the hypergradient", "bilevel.py", "F_a - hvp(L_t, problem.alpha, v), problem", "F_a + hvp(L_t, problem.alpha, v), problem", "test_bilevel", "case_01"),
+    ("the direct part of it", "bilevel.py", "unflatten(F_a - hvp(", "unflatten(0 * F_a - hvp(", "test_bilevel", "case_01 or closed_form"),
     ("CG's step", "bilevel.py", "x + step * p, r - step * Hp", "x + step * p, r - 0.99 * step * Hp", "test_bilevel", "case_03"),
     ("CG's next direction", "bilevel.py", "p = r + (rr / rr_old) * p", "p = r - (rr / rr_old) * p", "test_bilevel", "case_03"),
     ("CG's negative curvature", "bilevel.py", "if curvature <= torch.finfo", "if -curvature <= torch.finfo", "test_bilevel", "case_03 or case_04"),
     ("Neumann's recursion", "bilevel.py", "r = r - step * Hr", "r = r + step * Hr", "test_bilevel", "closed_form"),
     ("Neumann's divergence", "bilevel.py", "if step * curvature > 2:", "if step * curvature > 2000:", "test_bilevel", "case_03"),
     ("Gauss-Newton", "bilevel.py", "torch.autograd.grad(l_z, at, Jv, retain_graph=True)", "torch.autograd.grad(l_z, at, 2 * Jv, retain_graph=True)", "test_bilevel", "gauss_newton"),
-    ("the unrolled cross term", "bilevel.py", "h - lr * flatten(cross, problem.alpha)", "h + lr * flatten(cross, problem.alpha)", "test_bilevel", "unrolling"),
+    ("the unrolled cross term", "bilevel.py", "h - lr * hvp(L_t, problem.alpha, v)", "h + lr * hvp(L_t, problem.alpha, v)", "test_bilevel", "unrolling"),
     ("the unrolled adjoint", "bilevel.py", "v - lr * hvp(L_t, problem.theta, v)", "v + lr * hvp(L_t, problem.theta, v)", "test_bilevel", "unrolling"),
     # First order
     ("sign of the penalty", "bilevel.py", "F_a + lam * (L_a - L_a_other)", "F_a - lam * (L_a - L_a_other)", "test_bilevel", "penalty_on_quadratics"),
@@ -48,12 +48,12 @@ FLIPS = [
     ("grad q by alpha", "bilevel.py", "q_t, q_a = L_t, L_a - L_a_T", "q_t, q_a = L_t, L_a + L_a_T", "test_bilevel", "bome_direction_by_hand"),
     ("grad q by theta", "bilevel.py", "unflatten(F_t + lam * q_t, theta)", "unflatten(F_t - lam * q_t, theta)", "test_bilevel", "bome_direction_by_hand"),
     ("BOME's inner steps", "bilevel.py", "for _ in range(inner_steps - 1):", "for _ in range(inner_steps):", "test_bilevel", "bome_direction_by_hand"),
-    ("the surrogate's residual", "bilevel.py", "r, size = Hu + F_t, F_t.norm()", "r, size = Hu - F_t, F_t.norm()", "test_bilevel", "surrogate_finds"),
+    ("the surrogate's residual", "bilevel.py", "r, size = product + F_t, F_t.norm()", "r, size = product - F_t, F_t.norm()", "test_bilevel", "surrogate_finds"),
     ("the surrogate's hypergradient", "bilevel.py", "F_a + s.lam * (L_a_there - L_a)", "F_a - s.lam * (L_a_there - L_a)", "test_bilevel", "surrogate_finds"),
     ("the surrogate's patience", "bilevel.py", "if s.scale or residual <= s.tolerance else 0.0", "", "test_bilevel", "surrogate_waits"),
     # Metrics
-    ("the weights of ECE", "metrics.py", "return float(abs(gap_of_bin(equal_width(confidence, bins), confidence, correct)).mean())",
-     "return float(abs(np.unique(gap_of_bin(equal_width(confidence, bins), confidence, correct))).mean())", "test_metrics", "hand_worked_bins"),
+    ("the weights of ECE", "metrics.py", "return float(abs(gap_of_row(equal_width(confidence, bins), confidence, correct)).mean())",
+     "return float(abs(np.unique(gap_of_row(equal_width(confidence, bins), confidence, correct))).mean())", "test_metrics", "hand_worked_bins"),
     ("which side of a bin is closed", "metrics.py", "return np.searchsorted(edges, confidence)", 'return np.searchsorted(edges, confidence, "right")', "test_metrics", "case_08"),
     ("bins of equal mass", "metrics.py", "smaller * bins // len(confidence)", "smaller * bins // (len(confidence) + 1)", "test_metrics", "adaptive_ece"),
     ("smooth ECE's kernel", "metrics.py", "np.exp(-(frequency * s) ** 2 / 2)", "np.exp(-(frequency * s) ** 2)", "test_metrics", "smooth_ece_equals_its_definition"),
@@ -87,7 +87,7 @@ FLIPS = [
     ("the penalty of cft-binned", "train.py", "L - args.bin_weight * ", "L + args.bin_weight * ", "test_train", "binned_penalty"),
     ("the temperature alpha starts at", "train.py", "fill_(-math.log(args.temperature))", "fill_(math.log(args.temperature))", "test_cases", "temperature"),
     ("theta's learning rate", "train.py", "args.lr * min(1, 2 * (1 - step / args.steps))", "args.lr * min(1, 2 * (step / args.steps))", "test_cases", "learning_rate"),
-    ("where theta_T is left", "bilevel.py", "p.copy_(s)\n\n\ndef flatten", "p.add_(0 * s)\n\n\ndef flatten", "test_bilevel", "bome_direction_by_hand"),
+    ("where theta_T is left", "bilevel.py", "tensor.copy_(value)", "tensor.add_(0 * value)", "test_bilevel", "bome_direction_by_hand"),
 ]
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import bilevel
 from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunked, conjugate_gradient, exact_hypergradient, exact_mode,
-                     flatten, hvp, minimise, negative_entropy, neumann, parametric_cross_entropy, penalty_hypergradient,
+                     flatten, hvp, minimise, negative_entropy, neumann, parametric_cross_entropy, penalty_hypergradient, persistent_direction,
                      unflatten, unrolled_hypergradient)
 from model import Config, Transformer
 
@@ -323,7 +323,7 @@ def test_what_an_exact_solve_cannot_give_is_said():
             (h,), report = exact_hypergradient(flat, solver)
         assert report["negative_curvature"] and h.isnan()
     with pytest.raises(ArithmeticError, match="curvature 0.0"):
-        bome_direction(Bilevel([t], [a], lambda: t * a, lambda: t ** 2), 1, None, 0, Surrogate())
+        persistent_direction(Bilevel([t], [a], lambda: t * a, lambda: t ** 2), Surrogate())
     with pytest.raises(ValueError, match="not finite"):
         exact_hypergradient(Bilevel([t], [a], lambda: (t - a) ** 2, lambda: t * float("nan")))
     constant = Bilevel([t], [a], lambda: torch.tensor(1.0), lambda: t * a)
@@ -342,7 +342,7 @@ def test_an_upper_loss_without_theta_has_its_own_gradient_only():
         (h,), report = exact_hypergradient(problem, solver)
         assert h.item() == pytest.approx(6.0)
     surrogate = Surrogate(lam=1024.0)
-    moves = [bome_direction(problem, 1, None, 0, surrogate)[1][0].item() for _ in range(4)]
+    moves = [persistent_direction(problem, surrogate)[1][0].item() for _ in range(4)]
     assert moves[1:] == pytest.approx([6.0] * 3)
 
 
@@ -396,7 +396,7 @@ def test_the_persistent_surrogate_finds_the_exact_hypergradient():
     surrogate = Surrogate(lam=1e3)
     before = problem.theta[0].detach().clone()
     for _ in range(800):
-        _, (h,), report = bome_direction(problem, 1, None, 0, surrogate)
+        _, (h,), report = persistent_direction(problem, surrogate)
     assert torch.equal(problem.theta[0], before)                           # the caller moves theta
     assert report["scale"] == 1.0 and report["residual"] < 1e-8 and relative(h, truth) < 1e-6
     assert surrogate.sharpness == pytest.approx(torch.linalg.eigvalsh(H)[-1].item(), rel=0.02)
@@ -405,7 +405,7 @@ def test_the_persistent_surrogate_finds_the_exact_hypergradient():
 def test_the_persistent_surrogate_waits_before_it_moves_alpha():
     problem, _, _ = quadratic(1)
     surrogate = Surrogate()
-    scales = [bome_direction(problem, 1, None, 0, surrogate)[2]["scale"] for _ in range(200)]
+    scales = [persistent_direction(problem, surrogate)[2]["scale"] for _ in range(200)]
     assert scales[:3] == [0.0, 0.0, 0.0] and max(scales) == 1.0
 
 
@@ -507,10 +507,10 @@ def test_the_surrogate_of_mini_batches_is_that_of_their_mean():
     for problem in (whole, parts):
         bilevel.converge(problem, bilevel.sharpness_of(problem))
     for _ in range(30):
-        d_whole = bome_direction(whole, 1, None, 0, one)
+        d_whole = persistent_direction(whole, one)
         for _ in range(4):
             parts.draw()
-            d_parts = bome_direction(parts, 1, None, 0, four)
+            d_parts = persistent_direction(parts, four)
             if not d_parts[2]["complete"]:
                 assert not any(d.any() for d in d_parts[0])
         four.sharpness, four.sharpest = one.sharpness, one.sharpest        # its first guess came from one batch
