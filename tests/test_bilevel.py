@@ -111,6 +111,23 @@ def test_entropy_with_no_position_with_integer_masks_and_with_impossible_items()
     assert padded.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["scalar", "vector"])
+def test_an_impossible_item_leaves_both_losses_and_their_gradients_as_without_it(mode):
+    torch.manual_seed(0)
+    possible, targets = torch.randn(6, 5), torch.tensor([0, 4, 2, 1, 1, -100])
+    padded = torch.cat([possible, torch.full((6, 2), -torch.inf)], -1)
+    for loss in (lambda z, a: negative_entropy(z, a), lambda z, a: parametric_cross_entropy(z, targets, a)):
+        found = []
+        for z in (possible, padded):
+            adjustment = LogitAdjustment(z.shape[1], mode)
+            with torch.no_grad():
+                adjustment.log_scale.fill_(0.3)
+            value = loss(z, adjustment)
+            value.backward()
+            found.append((value.detach(), adjustment.log_scale.grad if mode == "scalar" else adjustment.log_scale.grad[:5]))
+        torch.testing.assert_close(found[0], found[1])
+
+
 def test_chunked_losses_equal_the_plain_ones():
     """Value, gradients by theta and alpha, and a Hessian-vector product; 50 positions in chunks of 16."""
     torch.manual_seed(0)
@@ -537,6 +554,18 @@ def command(*argv):
     with warnings.catch_warnings(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = bilevel.main(list(map(str, argv)))
     return argparse.Namespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_unrolling_a_lower_loss_that_is_linear_in_theta():
+    """theta_2 = theta - 2 lr alpha, so d theta_2^2 / d alpha = - 4 lr theta_2."""
+    theta, alpha = scalar(1.0), scalar(3.0)
+    (h,), _ = unrolled_hypergradient(Bilevel([theta], [alpha], lambda: theta * alpha, lambda: theta ** 2), steps=2, lr=0.1)
+    assert h.item() == pytest.approx(-4 * 0.1 * (1 - 0.6)) and theta.item() == 1
+
+
+def test_a_trajectory_on_which_alpha_never_moves_is_a_row_without_cosines():
+    row = bilevel.along_a_trajectory(bilevel.tiny_transformer(), Surrogate(tolerance=1e-12), 1e-3, budget=6)
+    assert row["looks"] == 0 and row["mean_cosine"] is None and row["alpha_path"] == 0
 
 
 def test_command_on_the_quadratic(tmp_path):

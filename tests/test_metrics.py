@@ -216,6 +216,7 @@ def test_accuracy_at_coverage():
     assert accuracy_at_coverage(confidence, correct, 1) == 0.5
     assert accuracy_at_coverage(confidence, correct, 1 / 6) == 1
     assert accuracy_at_coverage(confidence, correct, 0.01) == 1            # never fewer than one row
+    assert accuracy_at_coverage(confidence, correct, 1e-12) == 1
     assert accuracy_at_coverage(confidence, correct, 2 / 6) == 0.5
     assert accuracy_at_coverage(confidence, correct, 0.5) == pytest.approx((1 + 2 / 3) / 3)     # one of three that tie
     assert accuracy_at_coverage(np.arange(100) / 100, np.arange(100) >= 93, 0.07) == 1          # 7 rows, not 8
@@ -592,7 +593,8 @@ def test_case_18_command_reads_open_answers_beside_options(tmp_path, capsys):
     assert "sem_ece_split" in out and "cw_ece" in out and out.count("m, d") == 2
     path.write_text(json.dumps({**rows[0], "classes": [None]}) + "\n", encoding="utf-8")
     metrics.main([str(path)])                              # nothing to draw
-    for bad in ({"classes": [], "gold": "x"}, {"classes": "x", "gold": "x"}, {"classes": [{}], "gold": "x"}, {"classes": ["x"], "gold": {}}):
+    for bad in ({"classes": [], "gold": "x"}, {"classes": "x", "gold": "x"}, {"classes": [{}], "gold": "x"}, {"classes": ["x"], "gold": {}},
+                {"classes": [[{}]], "gold": 1}, {"classes": [[["x"]]], "gold": "x"}):
         path.write_text(json.dumps(bad), encoding="utf-8")
         assert metrics.main([str(path)]) == 2
         assert "line 1: classes must be" in capsys.readouterr().err
@@ -653,6 +655,19 @@ def test_command_reads_gzip_byte_order_marks_and_crlf_alike(tmp_path, capsys):
         metrics.main([str(tmp_path / name)])
         outputs.append(capsys.readouterr().out)
     assert len(set(outputs)) == 1
+
+
+def test_command_keeps_seeds_apart_and_takes_several_right_classes(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    rows = [{"method": "m", "seed": seed, "domain": "d", "classes": [seed, seed], "gold": gold} for seed, gold in ((1, 1), (2, [1, 2]), (3, 1))]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert metrics.main([str(path), "--json", str(tmp_path / "o.json")]) == 0
+    saved = json.loads((tmp_path / "o.json").read_text())["rows"]
+    assert [(row["seed"], row["n"], row["accuracy"]) for row in saved] == [("1", 1, 1.0), ("2", 1, 1.0), ("3", 1, 0.0)]
+    assert "m, d, seed 2" in capsys.readouterr().out
+    path.write_text(json.dumps(rows[0]))
+    assert metrics.main([str(path), "--json", str(tmp_path / "o.json")]) == 0
+    assert "seed" not in json.loads((tmp_path / "o.json").read_text())["rows"][0]
 
 
 def test_command_writes_strict_json_for_undefined_values(tmp_path, capsys):

@@ -294,6 +294,16 @@ def test_select_follows_its_rule(tmp_path):
     assert saved["chosen"] == {"ft-hot": best["flags"]} and done.stdout.count("<- chosen") == 1
 
 
+def test_select_takes_a_setting_once_and_the_domain_that_is_trained_on(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr(train.World, "questions", lambda self, n, domain, split, g, ask=World.questions: trained.append((domain, split)) or ask(
+        self, n, domain, split, g))
+    done = command(*QUICK, "--select", "--methods", "ls/lr=0.001,ls/lr=0.001", "--train-domain", "B", "--json", tmp_path / "s.json")
+    assert done.returncode == 0 and [r["method"] for r in json.loads((tmp_path / "s.json").read_text())["rows"]] == ["aligned", "ls"]
+    assert ("B", "valid") in trained and ("A", "valid") not in trained
+    assert train.parse(["--select", "--methods", "calm,calm/eta=5/lr=0.001"]).methods.count("calm/eta=5/lr=0.001") == 1
+
+
 def test_resume_goes_on_with_the_next_method(tmp_path):
     flags = [*QUICK, "--out", tmp_path / "out", "--methods"]
     assert command(*flags, "aligned,ft").returncode == 0
