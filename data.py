@@ -610,19 +610,17 @@ class Prompter:
         """A row of any file -> `Question`. "letter": the options are listed and answered by letter, each one token of its own,
         ValueError if not; "text": the answer is an option's own text; "open": there are no options, only the right answer
         (the first of several) and the token that ends a turn. An instruction is its own prompt."""
-        text = row.get("prompt") or f"Question: {row['question']}"
-        answers, right, accepted, end = row.get("choices") or row.get("answers") or [row["answer"]], 0, None, []
-        if "choices" in row:
-            right = row["answer"]
+        text, choices = row.get("prompt") or f"Question: {row['question']}", row.get("choices")
+        if scoring == "open":
+            accepted = [choices[row["answer"]]] if choices else row.get("answers") or [row["answer"]]
+            answers, gold, end = accepted[:1], 0, list(self.stop_ids[:1])
+        else:
+            answers, gold, accepted, end = choices if scoring == "text" else LETTERS[:len(choices)], row["answer"], None, []
         if scoring == "letter":
-            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, answers))
+            text += "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, choices))
             text += "\nAnswer with the letter of the right option."
-            answers = LETTERS[:len(answers)]
         elif "question" in row:
             text += "\nAnswer in a few words."
-        if scoring == "open":
-            accepted, end = answers[right:right + 1] if "choices" in row else answers, list(self.stop_ids[:1])
-            answers, right = accepted[:1], 0
         prompt, space = self.render(text, "Answer:"), "" if self.template else " "
         before = self.encode(prompt)
         options = [self.continuation(prompt, before, space + answer) + end for answer in answers]
@@ -631,7 +629,7 @@ class Prompter:
             if bad:
                 raise ValueError(f"{self.path}: the option letters {', '.join(bad)} are not, after the prompt, "
                                  "one token each and all different")
-        return Question(before, options, right, [len(a) for a in answers], accepted, row.get("id"))
+        return Question(before, options, gold, [len(a) for a in answers], accepted, row.get("id"))
 
     def show(self, question):
         """A `Question` for a reader: its prompt as text, as token strings, and every option with the tokens that

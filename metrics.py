@@ -408,8 +408,8 @@ def group_answers(samples, golds=(), same_answer=answers_match):
 
 
 def modal_answers(samples, golds, estimator="plugin", splits=10, seed=0):
-    """Of the questions that have a confidence, the confidence and whether the modal class is right; and whether it is, of
-    all questions. Arguments as for `sem_ece`."""
+    """Arguments as for `sem_ece` -> confidence and correctness, (m,) each, of the m questions that have a confidence; and of all
+    n questions whether the modal class is right, a list."""
     if not len(samples) or len(samples) != len(golds):
         raise ValueError(f"samples and golds must be equally many, at least one, not {len(samples)} and {len(golds)}")
     answers = [semantic_confidence(classes, estimator, splits, seed) for classes in samples]

@@ -84,7 +84,7 @@ def summed(x):
     return x
 
 
-def whole(part):
+def summed_loss(part):
     """A loss of which this process has a part: its value is the sum of all parts, its gradient that of the part, until
     `Bilevel` sums the gradients."""
     return part + (summed(part.detach().clone()) - part.detach()) if rank()[1] > 1 else part
@@ -360,13 +360,14 @@ def problem_of(task, adjustment, args, state):
         else:
             L = mean_over(data_term, hidden_at(state["ids"], state["mask"]), state["targets"])
         moved = sum(((p - p_0) ** 2).sum() for p, p_0 in zip(theta, theta_0))
-        return whole(state["share"] * L + args.mu / 2 * moved / ranks)     # mu makes the minimum one point, not a valley
+        return summed_loss(state["share"] * L + args.mu / 2 * moved / ranks)               # mu: one minimum, not a valley
 
     def entropy_term(z):
         return negative_entropy(z, adjustment if args.entropy_of == "adjusted" else None)
 
     def upper():
-        return whole(state["heldout_share"] * mean_over(entropy_term, hidden_at(state["heldout"], state["heldout_mask"])))
+        F_value = mean_over(entropy_term, hidden_at(state["heldout"], state["heldout_mask"]))
+        return summed_loss(state["heldout_share"] * F_value)
 
     def draw(generator):
         if args.choices:
@@ -756,11 +757,11 @@ def temperature_of(task, questions, scoring):
 def train_method(task, method, args, seed):
     """Bring the task's model to where `method` takes it. Returns the adjustment and the trace; None and [] for a method that
     trains nothing."""
-    with torch.no_grad():
-        for key, p in task.adapters.items():
-            if "lora_B" in key:
-                p.zero_()                                  # the aligned model again
     if METHODS[method.split("/")[0]] is None:
+        with torch.no_grad():
+            for key, p in task.adapters.items():
+                if "lora_B" in key:
+                    p.zero_()                              # the aligned model again
         return None, []
     adjustment, trace = fit(task, method, args, seed)
     if args.out and args.model and rank()[0] == 0:

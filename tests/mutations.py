@@ -82,7 +82,7 @@ FLIPS = [
     # The experiment
     ("the sign of DPO", "train.py", "loss = -F.logsigmoid(margin).mean()", "loss = -F.logsigmoid(-margin).mean()", "test_cases", "alignment"),
     ("options per token", "train.py", '"token": len(option)', '"token": 1', "test_train", "case_16"),
-    ("the share of a process", "train.py", "whole(state[\"share\"] * ", "whole(", "test_train", "two_processes"),
+    ("the share of a process", "train.py", "summed_loss(state[\"share\"] * ", "summed_loss(", "test_train", "two_processes"),
     ("the proximal term", "train.py", "args.mu / 2 * moved / ranks", "0 * args.mu / 2 * moved / ranks", "test_cases", "proximal"),
     ("the penalty of cft-binned", "train.py", "L - args.bin_weight * ", "L + args.bin_weight * ", "test_train", "binned_penalty"),
     ("the temperature alpha starts at", "train.py", "fill_(-math.log(args.temperature))", "fill_(math.log(args.temperature))", "test_cases", "temperature"),
