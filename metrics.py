@@ -408,8 +408,8 @@ def group_answers(samples, golds=(), same_answer=answers_match):
 
 
 def modal_answers(samples, golds, estimator="plugin", splits=10, seed=0):
-    """Arguments as for `sem_ece` -> confidence and correctness, (m,) each, of the m questions that have a confidence; and of all
-    n questions whether the modal class is right, a list."""
+    """Arguments as for `sem_ece` -> confidence and correctness, (m,) each, of the m questions that have a confidence; and
+    of all n questions whether the modal class is right, a list."""
     if not len(samples) or len(samples) != len(golds):
         raise ValueError(f"samples and golds must be equally many, at least one, not {len(samples)} and {len(golds)}")
     answers = [semantic_confidence(classes, estimator, splits, seed) for classes in samples]
@@ -597,8 +597,8 @@ def read_predictions(path):
                 if line.strip():
                     row = json.loads(line.decode("utf-8-sig"))
                     is_open, prediction = check_prediction(row)
-                    key = str(row.get("method", "")), str(row.get("seed", "")), str(row.get("domain", row.get("file", ""))), is_open
-                    groups.setdefault(key, []).append(prediction)
+                    key = [str(row.get(name, "")) for name in ("method", "seed", "domain" if "domain" in row else "file")]
+                    groups.setdefault((*key, is_open), []).append(prediction)
         except (ValueError, TypeError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     if not groups:

@@ -851,7 +851,7 @@ def table(rows):
     for (trained, scoring, domain), here in sections.items():
         columns, error = (OPEN_COLUMNS, "sem_ece") if scoring == "open" else (COLUMNS, "conf_ece")
         if any("cosine" in row for row in here):           # --check
-            columns = ["accuracy", "conf_ece", "nll", "log_scale", "cosine", "relative_error"]
+            columns = ["accuracy", "conf_ece", "nll", "log_scale", "cosine", "relative_error", "cg_residual"]
         n, seeds = "/".join(sorted({str(row["n"]) for row in here})), len({row["seed"] for row in here})
         of = {}                                            # method -> its rows
         for row in here:

@@ -165,7 +165,8 @@ def test_what_the_readme_says_in_numbers_is_a_committed_result():
 CHOICE = [("accuracy", "accuracy"), ("conf-ECE", "conf_ece")]
 BOTH = [(name, domain, *column) for name, domain in (("A", "id"), ("B", "ood")) for column in CHOICE]
 FURTHER = [("B", "ood", "NLL", "nll"), ("B", "ood", "AUROC", "auroc")]
-CHECKED = [("", "ood", "log_scale", "log_scale"), ("", "ood", "cosine", "cosine"), ("", "ood", "relative error", "relative_error")]
+CHECKED = [("", "ood", "log_scale", "log_scale"), ("", "ood", "cosine", "cosine"), ("", "ood", "relative error", "relative_error"),
+           ("", "ood", "CG residual", "cg_residual")]
 OPEN = [("accuracy", "accuracy"), ("confidence", "confidence"), ("Sem-ECE", "sem_ece"), ("Sem-ECE split", "sem_ece_split")]
 REAL = [(name, name if name == "exams" else "id", *column) for name in ("trivia", "exams") for column in (*CHOICE, ("NLL", "nll"), ("AUROC", "auroc"))]
 TABLES = {                                                 # marker in the README -> file of rows, columns, rivals
