@@ -56,10 +56,22 @@ def test_the_step_on_a_stock_model_raises_entropy_lowers_L_and_is_that_of_our_tr
     assert theirs[2] == pytest.approx(own[2], rel=1e-5)
 
 
-def test_every_function_that_the_readme_links_to_is_there():
-    links = re.findall(r"\[`(\w+)`\]\((\w+)\.py\)", README)
-    assert len(links) >= 8
-    for name, module in links:
+LINK = r"\[`(\w+)`\]\((\w+)\.py(?:#L\d+)?\)"
+
+
+def linked(text):
+    """The README with every [`name`](file.py#L1) at the line where the function or class begins."""
+    def link(match):
+        name, module = match.groups()
+        lines = (ROOT / f"{module}.py").read_text(encoding="utf-8").splitlines()
+        line, = [i for i, line in enumerate(lines, 1) if re.match(rf"(def|class) {name}\b", line)]
+        return f"[`{name}`]({module}.py#L{line})"
+    return re.sub(LINK, link, text)
+
+
+def test_every_link_to_a_function_goes_to_its_line():
+    assert linked(README) == README and len(re.findall(LINK, README)) >= 20
+    for name, module in re.findall(LINK, README):
         assert callable(getattr(importlib.import_module(module), name))
 
 
@@ -226,7 +238,7 @@ def entropy_table(rows):
 
 
 def with_tables(text):
-    """The README with a table made from its committed rows after every marker: `python tests/test_readme.py` writes it."""
+    """The README with a table made from its committed rows after every marker: `python tests/test_readme.py` writes them."""
     import train
     tables = {name: side_by_side(rows_of(file), columns, rivals) for name, (file, columns, rivals) in TABLES.items()}
     tables["TOY"] = f"```\n{train.table(rows_of('toy.json')).strip()}\n```"                # what the first command prints
@@ -326,5 +338,5 @@ def test_the_costs_are_the_committed_result():
     assert " ".join(costs(json.loads((RESULTS / "benchmark.json").read_text())).split()) in " ".join(README.split())
 
 
-if __name__ == "__main__":                                 # after new results: the tables again
-    (ROOT / "README.md").write_text(with_tables(README), encoding="utf-8")
+if __name__ == "__main__":                                 # after new results or code: the tables and links again
+    (ROOT / "README.md").write_text(linked(with_tables(README)), encoding="utf-8")
