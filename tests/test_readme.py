@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bilevel import Bilevel, bome_direction, negative_entropy, parametric_cross_entropy
+from bilevel import Bilevel, bome_direction, negative_entropy, parametric_cross_entropy, print_table
 from model import Transformer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -242,9 +242,13 @@ def with_tables(text):
     import train
     tables = {name: side_by_side(rows_of(file), columns, rivals) for name, (file, columns, rivals) in TABLES.items()}
     tables["TOY"] = f"```\n{train.table(rows_of('toy.json')).strip()}\n```"                # what the first command prints
+    llm, printed = json.loads((RESULTS / "bilevel_llm.json").read_text()), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_table("", "", llm["problem"]["llm"], llm["rows"], ["relative_error", "cosine", "gradients", "seconds"])
+    tables["LLM"] = f"```\n{printed.getvalue().strip()}\n```"
     tables |= {"SHARED": shared_table(), "ENTROPY": entropy_table(rows_of("toy_entropy.json"))}
     for name, table in tables.items():
-        text, found = re.subn(rf"<!--{name}-->\n(```\n.*?```|(\|.*\n)*\|.*)", lambda _: f"<!--{name}-->\n{table}", text, flags=re.S if name == "TOY" else 0)
+        text, found = re.subn(rf"<!--{name}-->\n(```\n.*?```|(\|.*\n)*\|.*)", lambda _: f"<!--{name}-->\n{table}", text, flags=re.S if table.startswith("```") else 0)
         assert found == 1, f"the README has {found} markers <!--{name}-->"
     return text
 
@@ -255,7 +259,7 @@ def test_every_table_of_the_experiments_is_made_from_the_committed_results():
 
 PROSE = {                                                  # how a paragraph begins -> the files its numbers come from
     "What this shows.": ["toy_all.json", "toy_borrowed.json"], "One alpha in all against": ["toy_ablations.json"],
-    "Here `calm-exact` is what": ["toy_exact.json"], "**The finding, in three": ["toy_exact.json", "toy_gain.json"],
+    "Here `calm-exact` is what": ["toy_exact.json"], "Two cautions. With": ["toy_gain.json"], "**The finding, in three": ["toy_exact.json", "toy_gain.json"],
     "Sampling is harder": ["toy_open_a.json", "toy_open_b.json"], "The downloaded model": ["topics.json"],
     "All methods raise the entropy": ["toy_entropy.json"],
     "With all tokens shared the": ["toy_shared_0.json", "toy_shared_2.json", "toy_shared_8.json", "toy_shared_16.json"],
@@ -270,7 +274,7 @@ def known(rows):
     for (_, *where), here in by.items():
         rivals = by.get(("aligned", *where), {})
         for key in ("accuracy", "conf_ece", "nll", "auroc", "confidence", "sem_ece", "temperature", "cosine", "relative_error",
-                    "entropy A", "entropy B"):
+                    "cg_residual", "entropy A", "entropy B"):
             its = [row[key] for row in here.values() if key in row]
             ratios = [row[key] / rivals[seed][key] for seed, row in here.items() if key in row and key in rivals.get(seed, {})]
             for numbers in (its, ratios):
