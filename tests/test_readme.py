@@ -5,6 +5,7 @@ import io
 import json
 import re
 import statistics
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -342,5 +343,8 @@ def test_the_costs_are_the_committed_result():
     assert " ".join(costs(json.loads((RESULTS / "benchmark.json").read_text())).split()) in " ".join(README.split())
 
 
-if __name__ == "__main__":                                 # after new results or code: the tables and links again
-    (ROOT / "README.md").write_text(linked(with_tables(README)), encoding="utf-8")
+if __name__ == "__main__":                                 # after new results or code: tables, links and costs again
+    paragraph = textwrap.fill(" ".join(costs(json.loads((RESULTS / "benchmark.json").read_text())).split()), 112,
+                              break_long_words=False, break_on_hyphens=False)
+    text = re.sub(r"\*\*Costs\*\*.*?(?=\n\n)", lambda _: paragraph, linked(with_tables(README)), flags=re.S)
+    (ROOT / "README.md").write_text(text, encoding="utf-8")
