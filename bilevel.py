@@ -587,7 +587,8 @@ def softmax_regression(mu=0.0, mode="scalar", entropy_of="adjusted", seed=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     x, x_F, truth = draw(200, 5), draw(200, 5), draw(5, 4)
-    targets = torch.multinomial((x @ truth).softmax(-1), 1, generator=g)[:, 0]           # noisy labels: L has a minimum
+    u = torch.rand(200, 1, generator=g, dtype=torch.float64)                             # noisy labels: L has a minimum;
+    targets = ((x @ truth).softmax(-1).cumsum(-1) < u).sum(-1).clamp_max(3)              # the same in every torch
     theta, adjustment = torch.zeros(6, 3, dtype=torch.float64, requires_grad=True), LogitAdjustment(4, mode).double()
     logits = lambda x: F.pad(x @ theta[:5] + theta[5], (0, 1))                           # (200, 4)
     return Bilevel([theta], [p for p in adjustment.parameters() if p.requires_grad],

@@ -19,8 +19,8 @@ import json
 import math
 import os
 import re
-import string
 import signal
+import string
 import sys
 import unicodedata
 import warnings
@@ -107,6 +107,7 @@ def equal_width(confidence, bins):
 
 
 def check_bins(bins):
+    """ValueError unless `bins` is a whole number from 1."""
     if not isinstance(bins, (int, np.integer)) or bins < 1:
         raise ValueError(f"bins must be a whole number from 1, not {bins!r}")
 
@@ -541,7 +542,6 @@ def plot_steps(traces, path):
 def plot_accuracy(rows, path):
     """PNG of accuracy against conf-ECE, a panel a test set: means over the seeds, a line through the settings ("calm",
     "calm/eta=5") of each method. rows: dicts with method, domain, scoring, accuracy and conf_ece."""
-    rows = [row for row in rows if row["method"] != "uniform"]
     panels = list(dict.fromkeys((row["domain"], row["scoring"]) for row in rows))
     figure = new_figure(figsize=(6 * len(panels), 5))
     for ax, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -562,13 +562,13 @@ def check_prediction(row):
     """One line of predictions -> whether it is of an open question, and (probabilities, gold) or (classes, gold); or a
     ValueError."""
     if isinstance(row, dict) and {"classes", "gold"} <= row.keys():
-        as_class = lambda c: tuple(c) if isinstance(c, list) else c       # the toy's classes may be lists of tokens
-        simple = lambda c: isinstance(c, (str, int, float, type(None)))
         classes, gold = row["classes"], row["gold"]
-        if not (isinstance(classes, list) and classes and all(simple(c) or isinstance(c, list) and all(map(simple, c))
-                                                              for c in [*classes, gold])):
+        everything = [*classes, gold] if isinstance(classes, list) and classes else [{}]
+        parts = [part for c in everything for part in (c if isinstance(c, list) else [c])]     # a class may be a list of tokens
+        if any(isinstance(part, (list, dict)) for part in parts):
             raise ValueError("classes must be a list of at least one text or number, and gold one of the same kind")
-        return True, (list(map(as_class, classes)), as_class(gold))
+        *classes, gold = [tuple(c) if isinstance(c, list) else c for c in everything]
+        return True, (classes, gold)
     if not isinstance(row, dict) or not {"probabilities", "choice", "gold"} <= row.keys():
         raise ValueError("a prediction is a JSON object with probabilities, choice and gold, or with classes and gold")
     p, choice, gold = row["probabilities"], row["choice"], row["gold"]

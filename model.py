@@ -338,6 +338,7 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 
 def read_json(path):
+    """The JSON object in a file, or an error that names the file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
@@ -457,6 +458,7 @@ def read_safetensors(path):
 
 
 def read_tensor(f, start, end, dtype):
+    """The bytes start .. end of an open file as a flat tensor."""
     buffer = bytearray(end - start)
     f.seek(start)
     f.readinto(buffer)
@@ -699,6 +701,7 @@ def write_atomically(path, write):
 
 
 def write_config(path, value):
+    """`value` as indented JSON, in one step."""
     write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
@@ -847,4 +850,4 @@ def save_pretrained(model, directory, adjustment=None):
                 shutil.copy(file, directory)
     config |= {"tie_word_embeddings": "lm_head.weight" not in names, "head_bias": "lm_head.bias" in names,
                "torch_dtype": str(model.embed_tokens.weight.dtype).removeprefix("torch.")}
-    write_config(directory / "config.json", config)                          # last: without it the directory is no model
+    write_config(directory / "config.json", config)                        # last: without it the directory is no model

@@ -692,8 +692,10 @@ def real_task(args, seed):
     print(f"{args.model}: prompts in {prompter.form} form; "
           + ", ".join(f"{len(rows)} {name}" for name, rows in parts.items()) + " questions")
     if args.show_prompt:
-        first = {scoring: (name, scoring, questions) for name, scoring, questions in reversed(tests)}
-        for name, scoring, questions in reversed(first.values()):
+        first = {}                                         # scoring -> the first test set with it
+        for name, scoring, questions in tests:
+            first.setdefault(scoring, (name, questions))
+        for scoring, (name, questions) in first.items():
             print(f"\n{name}, {scoring} scoring\n{prompter.show(next(iter(questions)))}")
     if args.quantize:
         quantize_base(model)

@@ -29,6 +29,7 @@ FLIPS = [
     ("sign of the offset", "bilevel.py", "at_least_float32(logits) + self.offset", "at_least_float32(logits) - self.offset", "test_bilevel", "losses_by_hand or closed or hand"),
     ("ignored targets", "bilevel.py", "supervised = targets != ignore_index", "supervised = targets != ignore_index - 1", "test_bilevel", "masked"),
     ("mean over chunks", "bilevel.py", "lambda h, *y: len(h) * loss(head(h), *y)", "lambda h, *y: loss(head(h), *y)", "test_bilevel", "chunked_losses_equal"),
+    ("items that cannot occur", "bilevel.py", "masked_fill(never, -torch.inf)", "masked_fill(never, 0.0)", "test_bilevel", "impossible_item_leaves"),
     # The exact hypergradient
     ("sign of the hypergradient", "bilevel.py", "F_a - hvp(L_t, problem.alpha, v), problem", "F_a + hvp(L_t, problem.alpha, v), problem", "test_bilevel", "case_01"),
     ("the direct part of it", "bilevel.py", "unflatten(F_a - hvp(", "unflatten(0 * F_a - hvp(", "test_bilevel", "case_01 or closed_form"),
@@ -68,6 +69,7 @@ FLIPS = [
     ("the merged scale of LoRA", "model.py", "W + self.alpha / self.rank * (self.lora_B", "W + self.rank / self.alpha * (self.lora_B", "test_model", "case_23_merged"),
     ("the turn of rope", "model.py", "torch.cat((-b, a), dim=-1)", "torch.cat((b, -a), dim=-1)", "test_model", "case_22"),
     ("the layout of rope", "model.py", "angle = torch.cat((angle, angle), dim=-1)", "angle = angle.repeat_interleave(2, dim=-1)", "test_model", "case_22 or equal_transformers_in_both"),
+    ("the ramp of yarn", "model.py", "slow * frequency / factor + (1 - slow) * frequency", "(1 - slow) * frequency / factor + slow * frequency", "test_model", "equal_transformers_in_both"),
     ("RMSNorm's eps", "model.py", "y.pow(2).mean(-1, keepdim=True) + self.eps", "y.pow(2).mean(-1, keepdim=True)", "test_model", "case_21"),
     ("the nibbles of NF4", "model.py", "codes[:, 0::2] << 4 | codes[:, 1::2]", "codes[:, 1::2] << 4 | codes[:, 0::2]", "test_model", "case_24 or nf4_by_hand"),
     ("the window of attention", "model.py", "~seen.tril(-window)", "~seen.tril(-window - 1)", "test_model", "equal_transformers_in_both"),

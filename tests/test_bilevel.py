@@ -19,10 +19,6 @@ from bilevel import (Bilevel, LogitAdjustment, Surrogate, bome_direction, chunke
 from model import Config, Transformer
 
 
-as_committed = pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the committed numbers are those of torch 2.13: "
-                                  "torch.multinomial draws others in other versions")
-
-
 def scalar(value):
     return torch.tensor(value, dtype=torch.float64, requires_grad=True)
 
@@ -45,7 +41,6 @@ def test_adjustment_is_the_identity_at_zero_and_temperature_scaling_as_a_scalar(
         LogitAdjustment(7, mode="matrix")
 
 
-@as_committed
 def test_what_theta_can_undo_is_the_committed_table():
     committed = json.loads((Path(__file__).parent / "results" / "bilevel_temperature.json").read_text())["rows"]
     for row, saved in zip(bilevel.under_a_temperature(), committed, strict=True):
@@ -578,7 +573,6 @@ def test_command_on_the_quadratic(tmp_path):
     assert cg[-1] < 1e-10 < cg[0]
 
 
-@as_committed
 def test_command_on_the_transformer_prints_the_committed_numbers(tmp_path, monkeypatch):
     """All of it but the long jobs: one penalty, and no trajectory, which have tests of their own."""
     steps = []
@@ -592,9 +586,15 @@ def test_command_on_the_transformer_prints_the_committed_numbers(tmp_path, monke
     committed = {row(r): r for r in json.loads((Path(__file__).parent / "results" / "bilevel.json").read_text())["rows"]}
     assert len(rows) == 16 * 2 + 1 + 8 and rows.keys() <= committed.keys()
     for key, r in rows.items():
-        if r["problem"] in ("easy", "hard", "unseen") and r["relative_error"] > 1e-6:      # beyond round-off
+        # Beyond round-off; and torch.multinomial, which draws the statements, draws others in other versions of torch.
+        if r["problem"] in ("easy", "hard", "unseen") and r["relative_error"] > 1e-6 and torch.__version__.startswith("2.13."):
             assert r["relative_error"] == pytest.approx(committed[key]["relative_error"], rel=0.05), key
     assert steps == [100, 100, 100, 400] * 2
+    error = lambda problem, method, setting: rows[problem, method, setting, None]["relative_error"]
+    for problem in ("easy", "hard"):                       # whatever was drawn
+        assert error(problem, "exact, CG", "300 products") < 1e-6 < error(problem, "exact, CG", "3 products")
+        assert error(problem, "unrolled", "10 steps") == pytest.approx(error(problem, "Neumann", "10 terms"), rel=1e-6)
+        assert error(problem, "penalty", "lam 1e+04") < 0.1 < 1 < error(problem, "lower level ignored", "F_a alone")
     assert all(title in done.stdout for title in ("(a) One converged point, hard", "(b) Error against work", "(c) Along a trajectory"))
 
 
